@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hypothesis import strategies as st
 
 ODD: st.SearchStrategy[Any] = st.sampled_from(
-    [None, 0, 1, -1, 5, -1.5, 1e308, float("nan"), float("inf"), True, False, "", "x", "1", "[1]", "{", "null", "../x",
-     "/etc/passwd", "a\0b", "\ud83d", "\u2028", [], {}, [None], ["x"], [[]], [[["x"]]], {"a": 1}, {"": {}}, 10**30,
-     2**63, 2**31]
+    [None, 0, 1, -1, 5, -1.5, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**30, True, False, "", "x", "1", "[1]",
+     "{", "null", "user", "tool", "../x", "/etc/passwd", "a\0b", "\ud83d", "\u2028", "<|im_end|>", [], {}, [None], ["x"],
+     [[]], [[["x"]]], {"a": 1}, {"": {}}, {"type": "text"}, {"role": "user"}]
 )  # fmt: skip
+FINITE = ODD.filter(lambda value: not isinstance(value, float) or math.isfinite(value))  # as JSON has them
 
 
 @st.composite
@@ -24,5 +26,6 @@ def broken(draw: st.DrawFn, whole: Any, odd: st.SearchStrategy[Any] = ODD) -> An
         return [*whole[:at], *draw(st.sampled_from([[], within, within, [whole[at]] * 2])), *whole[at + 1 :]]
     key = draw(st.sampled_from(sorted(whole)))
     rest = {name: value for name, value in whole.items() if name != key}
-    within = {**whole, key: draw(broken(whole[key], odd))}
-    return draw(st.sampled_from([within, within, within, rest, {**whole, draw(st.sampled_from(["x", "type"])): 5}]))
+    changed = {**whole, key: draw(broken(whole[key], odd))}
+    more = {**whole, draw(st.sampled_from(["x", "type", "role", "content", "name", "id"])): draw(odd)}
+    return draw(st.sampled_from([changed, changed, changed, rest, more]))

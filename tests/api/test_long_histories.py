@@ -19,36 +19,12 @@ from api.errors import ApiError
 from api.prepare.job import Job, Kind, Prepared
 from api.prepare.prompts import Preparer
 from api.text.tokenizer import load_tokenizer
+from testing.fuzz.broken import FINITE, broken
 from tests.api.test_vendor_chats import TEMPLATES
 from tests.api.vendor_types import examples, members
 
 TURNS = 20
 USER = {"role": "user", "content": "go on"}
-ODD: st.SearchStrategy[Any] = st.sampled_from(
-    [None, 5, -1.5, True, "", "x", "tool", "[1]", "{", "null", "<|im_end|>", "\ud83d", "\0", [], {}, [None], ["x"],
-     [[]], {"a": 1}, {"type": "text"}, {"text": "a"}, 10**30]
-)  # fmt: skip
-
-
-@st.composite
-def broken(draw: st.DrawFn, whole: Any) -> Any:
-    """`whole` with something left out, added, doubled or of another form, at any depth."""
-    if draw(st.integers(0, 3)) == 0:
-        return draw(ODD)
-    if isinstance(whole, list) and whole:
-        at = draw(st.integers(0, len(whole) - 1))
-        change = draw(st.sampled_from(["without", "twice", "within"]))
-        new = {"without": [], "twice": [whole[at], whole[at]]}.get(change) if change != "within" else None
-        return [*whole[:at], *([draw(broken(whole[at]))] if new is None else new), *whole[at + 1 :]]
-    if isinstance(whole, dict) and whole:
-        key = draw(st.sampled_from(sorted(whole)))
-        change = draw(st.sampled_from(["without", "within", "named"]))
-        if change == "without":
-            return {name: value for name, value in whole.items() if name != key}
-        if change == "within":
-            return {**whole, key: draw(broken(whole[key]))}
-        return {**whole, draw(st.sampled_from(["type", "role", "content", "name", "id", "novel"])): draw(ODD)}
-    return draw(ODD)
 
 
 def _objects(union: Any) -> list[Any]:
@@ -106,7 +82,9 @@ PATHS: dict[Kind, tuple[str, st.SearchStrategy[Any]]] = {
 
 def histories(turns: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
     """Each third turn is broken. At the end the user asks for something."""
-    some = st.lists(st.one_of(turns, turns, turns.flatmap(broken)), min_size=1, max_size=TURNS)
+    some = st.lists(
+        st.one_of(turns, turns, turns.flatmap(lambda turn: broken(turn, FINITE))), min_size=1, max_size=TURNS
+    )
     return some.map(lambda made: [*made, {"role": "assistant", "content": "ok"}, USER])
 
 
@@ -133,7 +111,7 @@ def test_any_history_becomes_a_prompt(prepare: Callable[[str, Kind, Any], Prepar
     field, turns = PATHS[kind]
 
     @settings(
-        max_examples=15,
+        max_examples=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )

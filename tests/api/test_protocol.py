@@ -263,7 +263,7 @@ def test_messages_that_clients_send_back() -> None:
         (r"\ud83d\ude00", "\U0001f600"),
         (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
         (r"\\ud83d", r"\ud83d"),
-        (r"\\\ud83d\"", "\\\ufffd\""),
+        (r"\\\ud83d\"", '\\\ufffd"'),
         (r"\uD83D\n", "\ufffd\n"),
     ],
 )

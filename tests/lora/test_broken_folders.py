@@ -119,7 +119,9 @@ def test_models(made: tuple[str, Files]) -> None:
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n"
 
 
-@pytest.mark.parametrize("kind", ["empty", "pointer", "folder", "loop", "gone", "huge header", "short", "zeros", "null"])
+@pytest.mark.parametrize(
+    "kind", ["empty", "pointer", "folder", "loop", "gone", "huge header", "short", "zeros", "null"]
+)
 @pytest.mark.parametrize("place", [("adapter", 0), ("adapter", 1), ("model", 0), ("model", 1), ("model", 2)])
 def test_kinds_of_files(tmp_path: Path, place: tuple[str, int], kind: str) -> None:
     files = adapters()["per expert"] if place[0] == "adapter" else models()["qwen3_moe"]
@@ -148,7 +150,9 @@ def test_kinds_of_files(tmp_path: Path, place: tuple[str, int], kind: str) -> No
     assert name in str(caught.value) or "adapter_config" in str(caught.value), caught.value
 
 
-@pytest.mark.parametrize("target", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", ".", "", "a\0b", "x" * 300])
+@pytest.mark.parametrize(
+    "target", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", ".", "", "a\0b", "x" * 300]
+)
 def test_an_index_names_files_of_its_folder(tmp_path: Path, target: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

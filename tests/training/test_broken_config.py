@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from training.config import ConfigError, TrainConfig, load_config
 from training.config.others import NO_OPS
 from training.config.refused import REFUSED
+from training.main import main
 
 KEYS = [
     *(field.name for field in fields(TrainConfig)), *NO_OPS, *REFUSED, "kt_config", "use_cpu", "novel", "", "1", "~",
@@ -109,3 +110,35 @@ def test_kinds_of_files(tmp_path: Path, kind: str) -> None:
         case "endless":
             path.symlink_to("/dev/zero")
     assert read(path, []) is None
+
+
+REFUSED_RUNS: list[dict[str, Any]] = [
+    {"model_name_or_path": "FOLDER/file"}, {"model_name_or_path": "FOLDER"}, {"model_name_or_path": "x" * 300},
+    {"output_dir": "FOLDER/file/x"}, {"output_dir": "x" * 300}, {"output_dir": "/dev/null"},
+    {"adapter_name_or_path": "FOLDER"}, {"adapter_name_or_path": "FOLDER/file"}, {"resume_from_checkpoint": "FOLDER"},
+    {"template": "FOLDER/bad.jinja"}, {"template": f"{'x' * 300}.jinja"}, {"dataset": "FOLDER/empty.jsonl"},
+    {"dataset": "FOLDER/"}, {"kt_weight_path": "FOLDER/file"}, {"per_device_train_batch_size": 65536},
+    {"val_size": 24, "eval_strategy": "steps"}, {"stage": "dpo"}, {"lora_target": "q_a_proj"}, {"device": "tpu"},
+    {"adapters": "[{name: a, dataset: nope}]"}, {"enable_thinking": "true"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("written", REFUSED_RUNS, ids=lambda written: " ".join(written))
+def test_a_run_that_cannot_be_is_one_line(
+    written: dict[str, Any], chat_model: Path, talks: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is trained. No folder is left of it."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bad.jinja").write_bytes(b"{% if %}")
+    run = {
+        "model_name_or_path": str(chat_model), "dataset": str(talks), "output_dir": str(tmp_path / "out"),
+        "max_steps": 1, "device": "cpu", "kt_num_threads": 1, "lora_rank": 2, "cutoff_len": 64, "plot_loss": "false",
+    }  # fmt: skip
+    given = {key: str(value).replace("FOLDER", str(tmp_path)) for key, value in {**run, **written}.items()}
+    path = tmp_path / "run.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in given.items()))
+    capfd.readouterr()
+    assert main([str(path)]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and not (tmp_path / "out").exists()

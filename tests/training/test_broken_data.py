@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from api.text.tokenizer import Tokenizer, load_tokenizer
 from demo.paths import demo_model
+from testing.fuzz.broken import broken
 from training.config import TrainConfig
 from training.data import DataError, build_datasets
 
@@ -30,24 +31,6 @@ GOOD: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": "a"}], "chosen": [{"role": "assistant", "content": "b"}],
      "rejected": [{"role": "assistant", "content": "c"}]},
 ]  # fmt: skip
-ODD: st.SearchStrategy[Any] = st.sampled_from(
-    [None, 0, 5, -1.5, float("nan"), float("inf"), True, "", "x", "user", "[1]", "{", "null", "\ud83d", "\0", "\u2028",
-     "<|im_end|>", [], {}, [None], ["x"], [[]], [[["x"]]], {"a": 1}, {"role": "user"}, {"from": []}, 10**30]
-)  # fmt: skip
-
-
-@st.composite
-def broken(draw: st.DrawFn, whole: Any) -> Any:
-    """`whole` with a value of another form, at any depth, a name left out, or one more."""
-    if not isinstance(whole, dict | list) or not whole or draw(st.integers(0, 4)) == 0:
-        return draw(ODD)
-    if isinstance(whole, list):
-        at = draw(st.integers(0, len(whole) - 1))
-        return [*whole[:at], *draw(st.sampled_from([[], [draw(broken(whole[at]))]])), *whole[at + 1 :]]
-    key = draw(st.sampled_from(sorted(whole)))
-    rest = {name: value for name, value in whole.items() if name != key}
-    return draw(st.sampled_from([rest, {**whole, key: draw(broken(whole[key]))}, {**whole, "tools": draw(ODD)}]))
-
 
 _ROWS = st.sampled_from(GOOD).flatmap(lambda row: st.one_of(broken(row), broken(row).flatmap(broken)))
 _TEXTS = st.one_of(
