@@ -73,7 +73,10 @@ class Notes:
 
 def parse(kind: type[_Model], raw: bytes, notes: Notes | None = None) -> _Model:
     """Raises ApiError 400 that names the first wrong field. `null` is the same as absent."""
-    return parse_object(kind, _decode(raw), notes)
+    content, changed = _decode(raw)
+    if changed and notes is not None:
+        notes.remark("the body", "halves of surrogate pairs are read as U+FFFD")
+    return parse_object(kind, content, notes)
 
 
 def parse_object(kind: type[_Model], content: dict[str, Any], notes: Notes | None = None) -> _Model:
@@ -85,16 +88,33 @@ def parse_object(kind: type[_Model], content: dict[str, Any], notes: Notes | Non
         raise readable(error, known) from None
 
 
-def _decode(raw: bytes) -> dict[str, Any]:
+def _decode(raw: bytes) -> tuple[dict[str, Any], bool]:
+    """The object, and whether it was not taken to the letter."""
     try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
+        return msgspec.json.decode(raw, type=dict[str, Any]), False
     except msgspec.ValidationError:  # no object, or a number that msgspec does not take: find out where it stands
-        body = _decode_slowly(raw)
+        whole = _with_whole_pairs(raw)
+        body = _decode_slowly(whole)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the body is not a JSON object: {why_no_json(raw, error)}") from None
+        whole = _with_whole_pairs(raw)
+        if whole == raw:
+            raise bad_request(f"the body is not a JSON object: {why_no_json(raw, error)}") from None
+        return _decode(whole)[0], True
     if not isinstance(body, dict):
         raise bad_request(f"the body is not a JSON object but {shortened(body)}")
-    return body
+    return body, whole != raw
+
+
+_HIGH, _LOW, _HEX = rb"u[dD][89abAB]", rb"u[dD][c-fC-F]", rb"[0-9a-fA-F]{2}"
+_ESCAPE = re.compile(
+    rb"\\(?:(?P<pair>" + _HIGH + _HEX + rb"\\" + _LOW + _HEX + rb")|(?P<half>u[dD][89a-fA-F]" + _HEX + rb")|.)",
+    re.DOTALL,
+)
+
+
+def _with_whole_pairs(raw: bytes) -> bytes:
+    """Escaped halves of surrogate pairs as U+FFFD: clients of JavaScript that cut a text may cut a character."""
+    return _ESCAPE.sub(lambda found: rb"\ufffd" if found["half"] else found[0], raw)
 
 
 def why_no_json(raw: bytes, error: Exception) -> str:

@@ -43,15 +43,17 @@ Number = BeforeValidator(_number)
 
 
 def _objects(value: Any) -> Any:
-    """By hand, because a wrong list would be one complaint for each of its elements."""
-    if isinstance(value, list):
-        for i, message in enumerate(value[: MAX_MESSAGES + 1]):
-            if not isinstance(message, dict):
-                raise ValueError(f"[{i}] is not an object but {shortened(message)}")
+    """Those before the last one are history: what is none there is left out where they are read."""
+    if isinstance(value, list) and 0 < len(value) <= MAX_MESSAGES and not isinstance(value[-1], dict):
+        raise ValueError(f"[{len(value) - 1}] is not an object but {shortened(value[-1])}")
     return value
 
 
-AnyMessages = Annotated[list[dict[str, Any]], BeforeValidator(_objects), Field(max_length=MAX_MESSAGES)]
+AnyMessages = Annotated[
+    list[Any],
+    BeforeValidator(_objects, json_schema_input_type=list[dict[str, Any]]),
+    Field(max_length=MAX_MESSAGES),
+]
 Messages = Annotated[AnyMessages, Field(min_length=1)]
 _Prompts = str | list[str] | list[int] | list[list[int]]
 

@@ -17,6 +17,7 @@ from api.dialects.anthropic import requests as anthropic
 from api.dialects.common.content import SchemaFormat
 from api.dialects.ollama import requests as ollama
 from api.dialects.responses import requests as responses
+from api.dialects.responses.compaction import CompactRequest
 from api.text.kinds import TABLES as KINDS
 from api.text.kinds import Kinds
 
@@ -37,6 +38,7 @@ TABLES = (
     Table("/v1/completions", CompletionRequest, COMPLETION),
     Table("stream_options", StreamOptions),
     Table("/v1/responses", responses.ResponsesRequest),
+    Table("/v1/responses/compact", CompactRequest),
     Table("reasoning", responses.ReasoningConfig),
     Table("text", responses.TextConfig),
     Table("text.format", responses.TextFormat),

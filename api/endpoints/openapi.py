@@ -59,6 +59,7 @@ _ANSWERS = {  # of whole answers
     "/v1/completions": _answer("id", "created", "model", "usage", object=_TEXT, choices=_LIST),
     "/v1/responses": _answer("id", "created_at", "model", "usage", status=_TEXT, output=_LIST),
     "/v1/responses/input_tokens": _answer("object", input_tokens=_COUNT),
+    "/v1/responses/compact": _answer("id", "created_at", "usage", object=_TEXT, output=_LIST),
     "/v1/messages": _answer("id", "model", "usage", type={"const": "message"}, content=_LIST),
     "/v1/messages/count_tokens": _answer(input_tokens=_COUNT),
     "/api/chat": _OLLAMA,

@@ -15,12 +15,13 @@ from api.text.calls.definitions import ToolUse, parameters_of
 from api.text.calls.formats import ToolFormat
 from api.text.calls.grammars import grammar_of
 from api.text.calls.harmony import grammar_in_channels
+from api.text.calls.history import with_objects
 from api.text.calls.style import CallStyle
 from api.text.control import Rendered
 from api.text.messages import normalise
 from api.text.segments import END_THINK, THINK, Layout
 from api.text.shared import shared_length
-from api.text.template import ChatTemplate
+from api.text.template import ChatTemplate, TemplateError
 from api.text.tokenizer import Tokenizer
 from engine.messages import GrammarSpec
 from scheduler.request import ThinkingBudget
@@ -141,7 +142,13 @@ class Chats:
         (written, variables, definitions), stand_ins = self._tokenizer.guarded(given, trust_control_tokens=self._trust)
         written, offered = style.calls.offered(written, definitions)
         values = {**variables, **offered}
-        text = style.template.render(written, variables=values, **how)
+        try:
+            text = style.template.render(written, variables=values, **how)
+        except TemplateError:  # some read the arguments of a call as an object, whatever was called once
+            if (objects := with_objects(written)) is None:
+                raise
+            written = objects
+            text = style.template.render(written, variables=values, **how)
         if not keeps_states:
             return Rendered(text, stand_ins)
         opening = None

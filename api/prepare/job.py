@@ -21,6 +21,7 @@ class Kind(Enum):
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
     RESPONSES = "responses"
+    COMPACT = "compact"
     MESSAGES = "messages"
     OLLAMA_CHAT = "ollama chat"
     OLLAMA_GENERATE = "ollama generate"

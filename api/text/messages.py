@@ -57,16 +57,29 @@ def newest_request(roles: Sequence[Any]) -> int | None:
     return last
 
 
-def normalise(messages: Sequence[dict[str, Any]], findings: Findings | None = None) -> list[dict[str, Any]]:
+def objects_of(messages: Sequence[Any], where: str, findings: Findings) -> list[tuple[int, dict[str, Any]]]:
+    """The messages or items that are objects, with their places. Others are left out of the history."""
+    kept = []
+    for i, message in enumerate(messages):
+        if isinstance(message, dict):
+            kept.append((i, message))
+        else:
+            place = f"{where}[{i}]"
+            findings.unreadable(UnreadableError(f"{place}: not an object but {shortened(message)}", place))
+    return kept
+
+
+def normalise(messages: Sequence[Any], findings: Findings | None = None) -> list[dict[str, Any]]:
     """Content parts joined to text, `developer` as `system`, `function` as `tool`, arguments of calls as objects where
     they are such, null and unknown fields left out; parts that are no text as api/text/kinds.py has it. Raises ApiError
     400 naming messages[i].field. `findings` None: all that is not text is refused."""
-    newest = newest_request([message.get("role") for message in messages])
     found = findings or Refusing()
+    given = objects_of(messages, "messages", found)
+    newest = newest_request([message.get("role") for _, message in given])
     made = []
-    for i, message in enumerate(messages):
+    for at, (i, message) in enumerate(given):
         role = role_of(message, f"messages[{i}]", _ROLES, _OTHER_ROLES, found, last=i == len(messages) - 1)
-        made.append(_message(message, role, f"messages[{i}]", found, newly=i == newest))
+        made.append(_message(message, role, f"messages[{i}]", found, newly=at == newest))
     return made
 
 

@@ -18,6 +18,7 @@ from api.dialects.ollama.requests import (
     OllamaPullRequest,
     OllamaShowRequest,
 )
+from api.dialects.responses.compaction import CompactRequest
 from api.dialects.responses.requests import ResponsesRequest
 from api.endpoints.batches import BatchRequest
 from api.endpoints.fine_tuning import JobRequest
@@ -43,6 +44,7 @@ _ENDPOINTS: dict[str, tuple[_Good, type[BaseModel]]] = {
     "/v1/messages/count_tokens": (_MESSAGE, MessagesRequest),
     "/v1/responses": ({"model": "demo", "input": "hello", "max_output_tokens": 3}, ResponsesRequest),
     "/v1/responses/input_tokens": ({"model": "demo", "input": "hello"}, ResponsesRequest),
+    "/v1/responses/compact": ({"model": "demo", "input": "hello"}, CompactRequest),
     "/api/chat": ({"model": "demo", "messages": _MESSAGES, "options": _LIMIT}, OllamaChatRequest),
     "/api/generate": ({"model": "demo", "prompt": "hello", "options": _LIMIT}, OllamaGenerateRequest),
     "/api/show": ({"model": "demo"}, OllamaShowRequest),

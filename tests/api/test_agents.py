@@ -196,6 +196,59 @@ def test_a_history_of_any_form_is_answered(server: Running, path: str) -> None:
         assert refused.status_code == 400 and f"{name}[1].content" in refused.text, (content, refused.text)
 
 
+@pytest.mark.parametrize("path", FORMS)
+def test_what_is_no_message_is_left_out(server: Running, path: str) -> None:
+    """At the end it is a 400."""
+    name = "input" if path == "/v1/responses" else "messages"
+    for odd in (None, 5, "x", [], [{}], True):
+        for history in ([odd, USER], [USER, odd, {"role": "assistant", "content": "ok"}, USER]):
+            answer = post(server, path, {name: history})
+            assert answer.status_code == 200 and f"{name}[]: left out" in answer.headers["warnings"], answer.text
+        refused = post(server, path, {name: [USER, odd]})
+        assert refused.status_code == 400 and "[1] is not an object" in refused.text
+
+
+SCHEMAS = [{"type": "object", "properties": {name: {"type": "string"}}} for name in ("old", "new")]
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_the_last_of_tools_with_one_name_is_offered(server: Running, path: str) -> None:
+    made: dict[str, list[dict[str, Any]]] = {
+        "/v1/messages": [{"name": "f", "input_schema": schema} for schema in SCHEMAS],
+        "/v1/responses": [{"type": "function", "name": "f", "parameters": schema} for schema in SCHEMAS],
+    }
+    chats = [{"type": "function", "function": {"name": "f", "parameters": schema}} for schema in SCHEMAS]
+    asked = {"input" if path == "/v1/responses" else "messages": [USER], "max_tokens": 500, "stream": False}
+    if path == "/v1/responses":
+        asked["max_output_tokens"] = asked.pop("max_tokens")
+    tools = made.get(path, chats)
+    alone, both = (post(server, path, {**asked, "tools": each}) for each in (tools[1:], tools))
+    assert both.status_code == 200 and "'f' is defined again" in both.headers["warnings"], both.text
+    said = [re.sub('resp_[^"]*|msg_[^"]*|chatcmpl-[^"]*', "", each.text) for each in (alone, both)]
+    assert '\\"new' in said[1] and '\\"old' not in said[1]  # the fake answers with the prompt
+
+
+BAD_TOOLS: list[dict[str, Any]] = [
+    {"name": "a b"}, {"name": "ü"}, {"name": "g" * 200}, {"name": "g", "parameters": []}, {"name": 5}, {},
+    {"name": "g", "parameters": {"type": "string"}}, {"name": "g", "description": 5},
+    {"name": "g", "parameters": {"type": "object", "properties": []}}, {"name": "g", "strict": "no"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", BAD_TOOLS, ids=str)
+def test_definitions_in_a_history_that_could_not_be_offered(server: Running, tool: dict[str, Any]) -> None:
+    item = {"type": "additional_tools", "tools": [{"type": "function", **tool}]}
+    inner = {"type": "additional_tools", "tools": [{"type": "namespace", "name": "n", "tools": item["tools"]}]}
+    for odd in (item, inner):
+        answer = post(server, "/v1/responses", {"input": [odd, USER]})
+        assert answer.status_code == 200 and "left out" in answer.headers["warnings"], answer.text
+    definition = {("input_schema" if key == "parameters" else key): value for key, value in tool.items()}
+    added = {"role": "user", "content": [{"type": "tool_addition", "tool": {"definition": definition}}]}
+    history = [USER, added, {"role": "assistant", "content": "ok"}, USER]
+    answer = post(server, "/v1/messages", {"messages": history})
+    assert answer.status_code == 200 and "left out" in answer.headers["warnings"], answer.text
+
+
 @pytest.mark.parametrize("tool", [{"google_search": {}}, {"code_execution": {}}])
 def test_offers_of_other_vendors_are_left_out(server: Running, tool: dict[str, Any]) -> None:
     answer = post(server, "/v1/chat/completions", {"messages": [USER], "tools": [tool]})

@@ -54,6 +54,7 @@ PLACES = [  # every endpoint that takes a body; what is large stands for @
     *(("/v1/responses", f'{{"max_output_tokens":1,"input":"a","{name}":@}}') for name in ("instructions", "metadata")),
     ("/v1/responses/input_tokens", '{"input":[{"role":"user","content":@}]}'),
     ("/v1/responses/input_tokens", '{"input":"a","tools":@}'),
+    ("/v1/responses/compact", '{"input":[{"role":"user","content":@}]}'),
     ("/api/chat", '{"options":{"num_predict":1},"messages":[{"role":"user","content":@}]}'),
     ("/api/chat", '{"messages":[{"role":"user","content":"a"}],"options":@}'),
     ("/api/generate", '{"options":{"num_predict":1},"prompt":@}'),

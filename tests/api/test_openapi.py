@@ -45,7 +45,8 @@ FIXED = settings(
 MADE, AT_LEAST = 16, 0.8  # bodies of an endpoint, and the share of them that is answered
 FEW = 4
 ANSWERED = (
-    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens",
+    "/v1/responses/compact", "/v1/messages",
     "/v1/messages/count_tokens", "/api/chat", "/api/generate", "/api/show", "/api/pull", "/tokenize", "/detokenize",
     "/apply-template", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter",
     "/unload_lora_adapter", "/lora-adapters", "/v1/files", "/v1/batches",

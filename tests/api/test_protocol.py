@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.bodies.generation import ChatRequest, CompletionRequest
-from api.bodies.parsing import parse
+from api.bodies.parsing import Notes, parse
 from api.bodies.sampling import derived_seed, sampling_params
 from api.errors import ApiError
 from api.text.messages import normalise
@@ -64,7 +64,7 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"١": 1}}, "logit_bias", "token ids"),
         ({"logit_bias": {"007": 1}}, "logit_bias", "token ids"),
-        ({"messages": [1] * 100_000}, "messages", "[0] is not an object but 1"),
+        ({"messages": [1] * 8192}, "messages", "[8191] is not an object but 1"),
         ({"messages": [{}] * 100_000}, "messages", "at most 8192"),
         ({"x" * 1_000_000: 1}, "x" * 100, "unknown field"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
@@ -253,3 +253,29 @@ def test_messages_that_clients_send_back() -> None:
         {"role": "assistant", "content": "c"},
         {"role": "assistant", "content": ""},
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"a\ud83d", "a\ufffd"),
+        (r"\ude00b", "\ufffdb"),
+        (r"\ud83d\ude00", "\U0001f600"),
+        (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+        (r"\\ud83d", r"\ud83d"),
+        (r"\\\ud83d\"", '\\\ufffd"'),
+        (r"\uD83D\n", "\ufffd\n"),
+    ],
+)
+def test_halves_of_characters(written: str, read: str) -> None:
+    """Clients of JavaScript cut texts anywhere."""
+    for more in ("", f', "seed": {"9" * 30}'):
+        notes = Notes()
+        raw = f'{{"messages": [{{"role": "user", "content": "x{written}"}}]{more}}}'.encode()
+        if more:
+            with pytest.raises(ApiError, match="seed"):
+                parse(ChatRequest, raw, notes)
+            continue
+        (message,) = parse(ChatRequest, raw, notes).messages
+        assert message["content"] == f"x{read}"
+        assert bool(notes.remarks) == ("\ufffd" in read)

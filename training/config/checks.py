@@ -60,7 +60,8 @@ def check_run(run: TrainConfig, where: Mapping[str, str], source: str) -> None:
             wanted = " or ".join(map(str, allowed))
             raise wrong(name, f"{name} means something only with {other}: {wanted}; {other} is {value}")
     if not _NAME.fullmatch(run.adapter_name):
-        raise wrong("adapter_name", f"adapter name {run.adapter_name!r}: letters, digits, '.', '_' and '-' are allowed")
+        message = "at most 100 letters, digits, '.', '_' and '-' are allowed, and a letter or a digit first"
+        raise wrong("adapter_name", f"adapter name {run.adapter_name!r}: {message}")
     if not run.dataset and not run.adapters:
         raise wrong("dataset", "dataset is missing")
     unknown = [name for name in run.report_to if name not in REPORTERS]

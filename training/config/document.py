@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ktserve.strict_yaml import YamlError, compose
+from ktserve.strict_yaml import MAX_BYTES, YamlError, compose
 from training.errors import ConfigError
 
 _MAX_DEPTH = 8  # adapters -> entry -> kt_config is four
@@ -39,7 +39,8 @@ Settings = dict[str, Value]
 def read_settings(path: Path) -> Settings:
     """The file's mapping. ConfigError for anything else."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)  # a device has no end
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}", "config") from None
     root = _read(data, str(path))
@@ -54,7 +55,9 @@ def parse_override(override: str) -> tuple[list[str], Value]:
     where = f"override {override}"
     if not equals or not name:
         raise ConfigError(f"{where}: key=value is expected", "overrides")
-    return name.split("."), Value((_read(text.encode(), where, numbered=False) or Value(None, where)).data, where)
+    return name.split("."), Value(
+        (_read(text.encode(errors="surrogateescape"), where, numbered=False) or Value(None, where)).data, where
+    )
 
 
 def _read(data: bytes, source: str, numbered: bool = True) -> Value | None:

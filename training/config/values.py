@@ -28,6 +28,7 @@ def converted_value(name: str, key: str, value: Value) -> Any:
             raise value.error(f"{key} has no value: {setting.wanted} is expected", name)
     if not isinstance(value.data, str):
         raise value.error(f"{key}: {setting.wanted} is expected, not a {type(value.data).__name__}", name)
+    _check_text(key, value.data, value)
     converted = setting.one(value.data)
     if converted is None:
         raise value.error(f"{key} is {value.data!r}: {setting.wanted} is expected", name)
@@ -35,6 +36,13 @@ def converted_value(name: str, key: str, value: Value) -> Any:
         written = repr(value.data) if setting.choices else value.data
         raise value.error(f"{key} is {written}: allowed is {allowed}", name)
     return converted
+
+
+def _check_text(key: str, text: str, value: Value) -> None:
+    """YAML can write characters that no file's name has."""
+    wrong = next((char for char in text if char == "\0" or "\ud800" <= char <= "\udfff"), None)
+    if wrong is not None:
+        raise value.error(f"{key}: the character {wrong!r} is not allowed", key)
 
 
 def _words(key: str, value: Value, aliases: Mapping[str, str]) -> tuple[str, ...]:
@@ -48,6 +56,8 @@ def _words(key: str, value: Value, aliases: Mapping[str, str]) -> tuple[str, ...
         items = [None] if value.data is not None else []
     if not all(items):
         raise value.error(f"{key}: a list of names is expected, or names between commas", key)
+    for item in items:
+        _check_text(key, item or "", value)
     words = tuple(aliases.get(item, item) for item in items if item)
     if len(set(words)) != len(words):
         raise value.error(f"{key} names one thing twice", key)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,7 +172,7 @@ Dataset = SampleDataset | PackedDataset | PreferenceDataset
 def load_tokenizer(config: TrainConfig) -> Tokenizer:
     """The model's tokenizer, with the chat template that `config.template` names. UserError if there is none."""
     template = None if config.template == "auto" else Path(config.template)
-    if template is not None and not template.is_file():
+    if template is not None and not os.path.isfile(template):
         raise DataError(f"template {template}: no such file", "template")
     return load_model_tokenizer(Path(config.model_name_or_path), chat_template=template)
 

@@ -111,8 +111,8 @@ def _json_list(path: Path, bad: Bad) -> Iterator[Row]:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}", "dataset") from None
-        except RecursionError:
-            raise DataError(f"{where}: not JSON: nested too deeply", "dataset") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON: {_reason(error)}", "dataset") from None
         separator = "value"
         try:
             row = _row(value, where)
@@ -177,4 +177,6 @@ def _row(value: Any, where: str) -> Row:
 
 
 def _reason(error: Exception) -> str:
-    return error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number of too many digits"

@@ -188,7 +188,7 @@ def _message(item: Any, row: Row, source: Source, form: str, where: str) -> Mess
     roles[tags["system_tag"]] = "system"
     if not source.tags:
         roles = {**roles, **_ROLES}
-    if role not in roles:
+    if not isinstance(role, str) or role not in roles:
         allowed = ", ".join([*roles, tags["function_tag"]])
         raise row.error(f"{where}: {tags['role_tag']!r} is {str(role)[:80]!r}; allowed is {allowed}")
     return {"role": roles[role], "content": content}

@@ -17,7 +17,7 @@ _LOCK = ".lock"
 def output_folder(output: Path) -> Iterator[None]:
     """Within, no other run writes into `output`. UserError if one does, or if the folder cannot be made. Folders that
     were made for it and are still empty are removed."""
-    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    made = [folder for folder in (output, *output.parents) if not os.path.exists(folder)]
     try:
         output.mkdir(parents=True, exist_ok=True)
         lock = _locked(output)

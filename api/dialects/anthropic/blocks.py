@@ -12,7 +12,7 @@ from api.bodies.parsing import Notes
 from api.dialects.common.content import kind_of, name_of, string_in, text_in
 from api.errors import UnreadableError
 from api.text.kinds import BLOCKS, DOCUMENTS, Content, Fate, told, unread
-from api.text.messages import json_of, newest_request, passed_over, role_of, unsupported
+from api.text.messages import json_of, newest_request, objects_of, passed_over, role_of, unsupported
 
 # Claude Code's, which differs for each conversation: no text for a model, and before it nothing is found in the cache.
 _BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
@@ -50,15 +50,16 @@ def system_of(system: str | list[dict[str, Any]] | None, notes: Notes) -> list[d
     return [] if system is None else [{"role": "system", "content": _BILLING.sub("", system)}]
 
 
-def messages_of(messages: Sequence[dict[str, Any]], offers: Offers, notes: Notes) -> list[dict[str, Any]]:
+def messages_of(messages: Sequence[Any], offers: Offers, notes: Notes) -> list[dict[str, Any]]:
     """One of theirs may hold several of ours: each result of a tool is a message. Tools that blocks define are added to
     `offers`. Raises ApiError that names the place."""
-    newest = newest_request(["tool" if _has_results(message) else message.get("role") for message in messages])
+    given = objects_of(messages, "messages", notes)
+    newest = newest_request(["tool" if _has_results(message) else message.get("role") for _, message in given])
     made: list[dict[str, Any]] = []
-    for i, message in enumerate(messages):
+    for at, (i, message) in enumerate(given):
         where = f"messages[{i}]"
         role = role_of(message, where, _ROLES, _OTHER_ROLES, notes, last=i == len(messages) - 1)
-        made += _Reader(where, offers, notes, newly=i == newest).messages(role, message.get("content"))
+        made += _Reader(where, offers, notes, newly=at == newest).messages(role, message.get("content"))
     return made
 
 

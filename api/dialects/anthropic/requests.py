@@ -14,11 +14,12 @@ from api.bodies.tools import Definitions, Effort
 from api.bodies.values import INT32, Count, Integer, Messages, PositiveCount, StopString, Temperature, TopP
 from api.dialects.anthropic.blocks import Offers, messages_of, system_of
 from api.dialects.common.content import SchemaFormat, continuation, kind_of, response_format, string_in
-from api.errors import bad_request, shortened
+from api.errors import UnreadableError, bad_request, shortened
 from api.prepare.job import Job, Prepared
 from api.prepare.prompts import Preparer
+from api.text.calls.definitions import MAX_TOOLS, check_tool
 from api.text.kinds import ANTHROPIC_CHOICES, ANTHROPIC_TOOLS, Fate
-from api.text.messages import unsupported
+from api.text.messages import passed_over, unsupported
 
 WORDS = {  # of a chat's fields
     "enable_thinking": "thinking",
@@ -128,8 +129,10 @@ def chat_of(body: MessagesRequest, notes: Notes) -> dict[str, Any]:
     system = system_of(body.system, notes)
     offers = Offers([_tool(tool, f"tools[{i}]", notes) for i, tool in enumerate(body.tools)])
     messages = [*system, *messages_of(body.messages, offers, notes)]
-    tools = [_tool(tool, "messages", notes) for tool in offers.added]
-    offered = [tool for tool in (*offers.declared, *tools) if tool is not None]
+    offered = [tool for tool in offers.declared if tool is not None]
+    for tool in offers.added:
+        with passed_over(notes, newly=False):
+            offered += _found(tool, len(offered), notes)
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
@@ -174,6 +177,19 @@ def _tool(tool: dict[str, Any], where: str, notes: Notes) -> dict[str, Any] | No
         "strict": tool.get("strict"),
     }
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+def _found(tool: dict[str, Any], count: int, notes: Notes) -> list[dict[str, Any]]:
+    """A tool that a message defines, beside `count` others. Raises UnreadableError."""
+    if not isinstance(tool.get("type"), str | None):
+        raise UnreadableError(f"messages: a tool of type {shortened(tool['type'])}", "messages")
+    if (made := _tool(tool, "messages", notes)) is None:
+        return []
+    check_tool(made, "messages")
+    if count >= MAX_TOOLS:
+        notes.remark("messages", f"a tool is left out: there are {MAX_TOOLS}")
+        return []
+    return [made]
 
 
 def _choice(body: MessagesRequest, offered: Sequence[dict[str, Any]], notes: Notes) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from api.errors import UnreadableError, bad_request
 from api.prepare.job import Job, Prepared
 from api.prepare.prompts import Preparer
 from api.text.kinds import Content, unread
-from api.text.messages import newest_request, passed_over
+from api.text.messages import newest_request, objects_of, passed_over
 
 WORDS = {  # of a chat's fields
     "enable_thinking": "think",
@@ -224,17 +224,18 @@ def _options(options: OllamaOptions | None, notes: Notes) -> dict[str, Any]:
     return {_OPTIONS.get(name, name): value for name, value in given.items() if value is not None}
 
 
-def _messages(messages: Sequence[dict[str, Any]], notes: Notes) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[Any], notes: Notes) -> list[dict[str, Any]]:
     """Their calls have no ids: a result belongs to the first call of its tool that has none."""
     result, open_calls, count = [], list[tuple[str, str]](), 0
-    newest = newest_request([message.get("role") for message in messages])
-    for i, message in enumerate(messages):
+    given = objects_of(messages, "messages", notes)
+    newest = newest_request([message.get("role") for _, message in given])
+    for at, (i, message) in enumerate(given):
         where = f"messages[{i}]"
         own = {key: value for key, value in message.items() if key not in ("images", "thinking", "tool_name")}
         if own.get("content") is None:
             own["content"] = ""
         if message.get("images"):
-            if i == newest:
+            if at == newest:
                 raise bad_request(f"{where}.images: the model reads text only", f"{where}.images", "unsupported_field")
             notes.made_a_line(where, "images")
             own["content"] = _with_line(message.get("content"), unread("images"))
@@ -247,7 +248,9 @@ def _messages(messages: Sequence[dict[str, Any]], notes: Notes) -> list[dict[str
                     name, arguments = _called(call, f"{where}.tool_calls")
                     count += 1
                     open_calls.append((name, f"call_{count}"))
-                    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                    if not isinstance(arguments, str):
+                        arguments = json.dumps(arguments, ensure_ascii=False)
+                    function = {"name": name, "arguments": arguments}
                     own["tool_calls"].append({"id": f"call_{count}", "type": "function", "function": function})
         if message.get("role") == "tool":
             asked = message.get("tool_name")

@@ -8,9 +8,10 @@ from typing import Any
 from api.bodies.parsing import Notes
 from api.dialects.common.content import kind_of, string_in, text_in
 from api.dialects.responses.offers import full_name
+from api.dialects.responses.summaries import opened
 from api.errors import UnreadableError
 from api.text.kinds import FREE_TEXT, ITEMS, PARTS, Fate, told
-from api.text.messages import newest_request, passed_over, role_of
+from api.text.messages import newest_request, objects_of, passed_over, role_of
 
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS_OF_VENDOR = {"local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation"}
@@ -20,18 +21,19 @@ class Items:
     """`messages`: calls and reasoning join the assistant's message that they belong to. `tools`: those that stand in
     items. Raises ApiError that names the place."""
 
-    def __init__(self, given: str | list[dict[str, Any]], notes: Notes) -> None:
+    def __init__(self, given: str | list[Any], notes: Notes) -> None:
         self.messages: list[dict[str, Any]] = []
         self.tools: list[Any] = []
         self._notes = notes
         if isinstance(given, str):
             self.messages.append({"role": "user", "content": given})
             return
-        newest = newest_request([_role(item) for item in given])
-        for i, item in enumerate(given):
+        items = objects_of(given, "input", notes)
+        newest = newest_request([_role(item) for _, item in items])
+        for at, (i, item) in enumerate(items):
             self._last = i == len(given) - 1
-            with passed_over(notes, newly=i == newest):
-                self._add(item, f"input[{i}]", newly=i == newest)
+            with passed_over(notes, newly=at == newest):
+                self._add(item, f"input[{i}]", newly=at == newest)
 
     def _add(self, item: dict[str, Any], where: str, *, newly: bool) -> None:
         kind = _kind(item, where)
@@ -60,6 +62,11 @@ class Items:
             case "custom_tool_call":
                 text = string_in(item, "input", where)
                 self._call(item, json.dumps({FREE_TEXT: text}, ensure_ascii=False), where)
+            case "compaction" | "context_compaction":
+                if (summary := opened(item.get("encrypted_content"))) is None:
+                    self._notes.left_out(where, kind)
+                else:
+                    self.messages.append({"role": "user", "content": summary})
             case "additional_tools" | "tool_search_output":
                 tools = item.get("tools") or []
                 if not isinstance(tools, list):

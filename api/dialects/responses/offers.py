@@ -8,6 +8,7 @@ from typing import Any
 from api.bodies.parsing import Notes
 from api.dialects.common.content import kind_of
 from api.errors import UnreadableError, shortened
+from api.text.calls.definitions import MAX_TOOLS, check_tool
 from api.text.kinds import TOOLS, Fate
 from api.text.messages import passed_over
 
@@ -23,27 +24,38 @@ def full_name(name: str, namespace: str | None) -> str:
 class Offered:
     """`names`: a tool's name in the chat -> its own, and its namespace; of those in one."""
 
-    tools: list[dict[str, Any]] = field(default_factory=list)
     names: dict[str, tuple[str, str]] = field(default_factory=dict)
-    _known: set[str] = field(default_factory=set)
+    _by_name: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, tool: dict[str, Any], kind: str, where: str, notes: Notes, namespace: str | None = None) -> None:
-        """A function, or a tool of free text. Of several with one name the first is offered."""
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return list(self._by_name.values())
+
+    def add(
+        self, tool: dict[str, Any], kind: str, where: str, notes: Notes, namespace: str | None = None, *, found: bool
+    ) -> None:
+        """A function, or a tool of free text. Of several with one name the last is offered. `found`: in the history."""
         name = tool.get("name")
         if not isinstance(name, str):
             raise UnreadableError(f"{where}.name: a text is expected, got {shortened(name)}", f"{where}.name")
         full = full_name(name, namespace)
-        if full in self._known or (namespace and len(full) > _MOST_NAME):
-            notes.remark(
-                where, f"{shortened(full)} is left out: its name is {'taken' if full in self._known else 'long'}"
-            )
+        if namespace and len(full) > _MOST_NAME:
+            notes.remark(where, f"{shortened(full)} is left out: its name is long")
             return
-        self._known.add(full)
-        if namespace:
-            self.names[full] = (name, namespace)
         keys = ("description", "parameters", "strict") if kind == "function" else ("description", "format")
         given = {key: tool[key] for key in keys if tool.get(key) is not None}
-        self.tools.append({"type": kind, kind: {"name": full, **given}})
+        offered = {"type": kind, kind: {"name": full, **given}}
+        if found:
+            check_tool(offered, where)
+            if full not in self._by_name and len(self._by_name) >= MAX_TOOLS:
+                notes.remark(where, f"{shortened(full)} is left out: there are {MAX_TOOLS} tools")
+                return
+        if full in self._by_name:
+            notes.remark(where, f"{shortened(full)} is defined again: its last definition is offered")
+        self._by_name[full] = offered
+        self.names.pop(full, None)
+        if namespace:
+            self.names[full] = (name, namespace)
 
     def choice(self, chosen: Any) -> dict[str, Any] | None:
         """The tool that a choice names, as a chat does. None: it is not offered."""
@@ -63,28 +75,31 @@ def offered_of(tools: list[dict[str, Any]], found: list[Any], notes: Notes) -> O
     offered = Offered()
     for i, tool in enumerate([*tools, *found]):
         with passed_over(notes, newly=i < len(tools)):
-            _offer(offered, tool, f"tools[{i}]", notes)
+            _offer(offered, tool, f"tools[{i}]", notes, found=i >= len(tools))
     return offered
 
 
-def _offer(offered: Offered, tool: dict[str, Any], where: str, notes: Notes) -> None:
+def _offer(offered: Offered, tool: dict[str, Any], where: str, notes: Notes, *, found: bool) -> None:
     kind = kind_of(tool, where)
     if TOOLS.fate(kind) is not Fate.READ:
         notes.left_out(where, kind)
     elif kind == "namespace":
-        _add_namespace(offered, tool, where, notes)
+        _add_namespace(offered, tool, where, notes, found=found)
     else:
-        offered.add(tool, kind, where, notes)
+        offered.add(tool, kind, where, notes, found=found)
 
 
-def _add_namespace(offered: Offered, namespace: dict[str, Any], where: str, notes: Notes) -> None:
+def _add_namespace(
+    offered: Offered, namespace: dict[str, Any], where: str, notes: Notes, *, found: bool
+) -> None:  # fmt: skip
     name, inner = namespace.get("name"), namespace.get("tools")
     if not isinstance(name, str) or not isinstance(inner, list):
         raise UnreadableError(f'{where}: {{"type": "namespace", "name": ..., "tools": [...]}} is expected', where)
     for i, tool in enumerate(inner):
         place = f"{where}.tools[{i}]"
-        kind = kind_of(tool, place)
-        if kind in ("function", "custom"):
-            offered.add(tool, kind, place, notes, name)
-        else:
-            notes.left_out(place, kind)
+        with passed_over(notes, newly=not found):
+            kind = kind_of(tool, place)
+            if kind in ("function", "custom"):
+                offered.add(tool, kind, place, notes, name, found=found)
+            else:
+                notes.left_out(place, kind)

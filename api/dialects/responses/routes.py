@@ -1,4 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens; GET and DELETE of those kept; answers as items and events."""
+"""POST /v1/responses, and its /input_tokens and /compact; GET and DELETE of those kept; answers as items and events."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from api.bodies.generation import ChatOptions
 from api.bodies.schema import described
 from api.dialects.common.blocks import Block, BlockKind, Blocks, Change
 from api.dialects.common.logprobs import chat_logprobs
+from api.dialects.responses.compaction import CompactRequest, kept
 from api.dialects.responses.requests import ResponsesRequest
 from api.dialects.responses.store import ResponseStore, Stored
+from api.dialects.responses.summaries import sealed
 from api.errors import ApiError, bad_request
 from api.http.answers.generation import Answers, Update
 from api.http.answers.streaming import ResponseFormatter
@@ -35,13 +37,13 @@ _PREFIX = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc
 def router() -> APIRouter:
     routes, kept = APIRouter(), ResponseStore()
 
-    async def prepared_of(request: Request) -> Prepared:
+    async def prepared_of(request: Request, kind: Kind = Kind.RESPONSES) -> Prepared:
         tenant = tenant_of(request).name
 
         def history(response_id: str) -> bytes:
             return kept.find(tenant, response_id, "previous_response_id").messages
 
-        return await service_of(request).prepare(Kind.RESPONSES, request, history)
+        return await service_of(request).prepare(kind, request, history)
 
     @routes.post("/v1/responses", openapi_extra=described(ResponsesRequest))
     async def create_response(request: Request) -> Response:
@@ -66,6 +68,14 @@ def router() -> APIRouter:
         service.adapter(tenant, ChatOptions.model_validate_json(prepared.options).model)
         counted = len(prepared.prompts[0]) // TOKEN_BYTES
         return json_response({"object": "response.input_tokens", "input_tokens": counted})
+
+    @routes.post("/v1/responses/compact", openapi_extra=described(CompactRequest))
+    async def compact(request: Request) -> Response:
+        prepared = await prepared_of(request, Kind.COMPACT)
+        _, answers = await open_chat(request, prepared)
+        response_id = answer_id(request, "resp_", None)
+        formatter = CompactionFormatter(response_id, answers, msgspec.json.decode(prepared.messages))
+        return await respond(request, answers, formatter, stream=False)
 
     @routes.post("/v1/responses/{response_id}/cancel")
     async def cancel_response(request: Request, response_id: str) -> Response:
@@ -173,21 +183,24 @@ class ResponsesFormatter(ResponseFormatter):
             self._keep(response, _message(self._blocks))
         return response
 
-    def _response(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, Any]:
         usage = self._answers.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _response(self) -> dict[str, Any]:
         cut = self._reason == "length"
         return {
             **self._head,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [self._item(block, "completed") for block in self._blocks.all],
-            "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": usage["completion_tokens_details"],
-                "total_tokens": usage["total_tokens"],
-            },
+            "usage": self._usage(),
         }
 
     def _item_id(self, block: Block) -> str:
@@ -261,6 +274,34 @@ class ResponsesFormatter(ResponseFormatter):
             done = self._event(f"{kind}.done", text=block.text, **in_part, **scored)
             done += self._event("response.content_part.done", part=_part(block), **in_part)
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
+
+
+class CompactionFormatter(ResponsesFormatter):
+    """What the user said in `messages`, then the answer as a summary that its client sends back unread."""
+
+    def __init__(self, response_id: str, answers: Answers, messages: Sequence[dict[str, Any]]) -> None:
+        super().__init__({"id": response_id}, answers, None)
+        self._said = kept(messages)
+
+    def _response(self) -> dict[str, Any]:
+        number = self._head["id"].removeprefix("resp_")
+        message = _message(self._blocks)
+        summary = message["content"].strip() or message.get("reasoning_content", "").strip()
+        if not summary:
+            raise ApiError(500, "the model wrote no summary; ask again, or compact by a request of your own")
+        said = [
+            {"id": f"msg_{number}_{i}", "type": "message", "role": "user", "status": "completed",
+             "content": [{"type": "input_text", "text": text}]}
+            for i, text in enumerate(self._said)
+        ]  # fmt: skip
+        item = {"id": f"cmp_{number}", "type": "compaction", "encrypted_content": sealed(summary)}
+        return {
+            "id": self._head["id"],
+            "object": "response.compaction",
+            "created_at": int(time.time()),
+            "output": [*said, item],
+            "usage": self._usage(),
+        }
 
 
 _FREE = "response.custom_tool_call_input"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from api.errors import ApiError, bad_request, shortened
+from api.errors import ApiError, UnreadableError, bad_request, shortened
 from api.text.calls.free_text import NotRegularError, parameters_of_text, regex_of_format
 from api.text.kinds import CHAT_TOOLS, Fate
 
@@ -95,10 +95,13 @@ def tool_use(
     _check_size(wrapped, where)
     remarks: list[tuple[str, str]] = []
     read = [_tool(tool, f"{where}[{i}]", where, remarks) for i, tool in enumerate(wrapped)]
-    offered = [tool for tool in read if tool is not None]
-    for i, tool in enumerate(offered):
-        if any(tool.name == other.name for other in offered[:i]):
-            raise bad_request(f"{where}: the name {tool.name!r} is taken already", where)
+    named: dict[str, Tool] = {}
+    for tool in read:
+        if tool is not None:
+            if tool.name in named:
+                remarks.append((where, f"{shortened(tool.name)} is defined again: its last definition is offered"))
+            named[tool.name] = tool
+    offered = list(named.values())
     choices = {"tool_choice": _choice(choice, "tool_choice"), "function_call": _choice(function_call, "function_call")}
     chosen = choices.pop(param)
     for other, unused in choices.items():
@@ -117,6 +120,15 @@ def tool_use(
     one = bool(functions) or not parallel or chosen.only is not None
     use = ToolUse(tuple(offered), chosen.wanted == "required", chosen.only, one=one)
     return Offer(use, tuple(remarks))
+
+
+def check_tool(given: Any, where: str) -> None:
+    """A tool that stands in a history. Raises UnreadableError if it could not be offered."""
+    try:
+        _check_size([given], where)
+        _tool(given, where, where, [])
+    except ApiError as error:
+        raise UnreadableError(error.message, where) from None
 
 
 def _choice(given: Any, param: str) -> Choice:

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from api.text.calls.marked_call import NUMBERED_ID
+from api.text.kinds import FREE_TEXT
 
 Message = dict[str, Any]
 
@@ -42,6 +43,26 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def with_objects(messages: Sequence[Message]) -> list[Message] | None:
+    """Every call's arguments as an object: a text that is none stands in one. None where nothing changes."""
+    made = [
+        {**message, "tool_calls": [*map(_with_object, message["tool_calls"])]} if message.get("tool_calls") else message
+        for message in messages
+    ]
+    return None if made == list(messages) else made
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            value = None
+        arguments = value if isinstance(value, dict) else {FREE_TEXT: arguments}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def numbered(messages: Sequence[Message]) -> list[Message]:
