@@ -19,7 +19,7 @@ from api.bodies.generation import ChatOptions, CompletionOptions
 from api.bodies.sampling import check_vocabulary, sampling_params
 from api.client.client import EngineClient
 from api.config import ServeConfig
-from api.errors import ApiError, TooLongError, bad_request
+from api.errors import ApiError, TooLongError, bad_request, shortened
 from api.http.answers.generation import Answers, Choice
 from api.http.answers.meter import Meter
 from api.http.fast.delivery import new_inbox
@@ -114,7 +114,7 @@ class Service:
             raise self.client.unavailable()
         names = ", ".join(repr(entry["id"]) for entry in self.models(tenant)) or "none"
         raise ApiError(
-            404, f"the model {name!r} does not exist; models: {names}", param="model", code="model_not_found"
+            404, f"the model {shortened(name)} does not exist; models: {names}", param="model", code="model_not_found"
         )
 
     def models(self, tenant: Tenant) -> list[dict[str, Any]]:
