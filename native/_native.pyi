@@ -241,8 +241,14 @@ class ExpertLayer:
         formats: Sequence[str],
         shards: int = 1,
         nodes: Sequence[int] = [],
+        *,
+        biased: bool = False,
+        limit: float = 0.0,
+        alpha: float = 1.0,
     ) -> None:
-        """`nodes`: the memory node of each shard, or none."""
+        """
+        `nodes`: the memory node of each shard, or none. `biased`: projections have biases. `limit` and `alpha`: of the clamped activation; 0: silu(gate) up.
+        """
 
     def load(
         self, pool: WorkerPool, projection: int, type: str, first: int, data: Sequence[int], file: int = -1
@@ -250,6 +256,9 @@ class ExpertLayer:
         """
         Packs experts first.. of projection 0 (gate), 1 (up) or 2 (down) from the addresses of their rows, or, with `file`, from where they begin in it.
         """
+
+    def load_bias(self, projection: int, values: int) -> None:
+        """Copies a projection's biases: float32 [experts, out]."""
 
     def set_lora(
         self,

@@ -46,14 +46,21 @@ LayerShape shape_of(int64_t experts, int64_t hidden, int64_t intermediate, const
 
 std::shared_ptr<ExpertLayer> make_layer(int64_t experts, int64_t hidden, int64_t intermediate,
                                         const std::vector<std::string>& formats, int shards,
-                                        const std::vector<int>& nodes) {
-  return std::make_shared<ExpertLayer>(shape_of(experts, hidden, intermediate, formats, shards), nodes);
+                                        const std::vector<int>& nodes, bool biased, float limit, float alpha) {
+  LayerShape shape = shape_of(experts, hidden, intermediate, formats, shards);
+  shape.biased = biased;
+  shape.activation = {limit, alpha};
+  return std::make_shared<ExpertLayer>(shape, nodes);
+}
+
+void check_projection(int projection) {
+  if (projection < 0 || projection > 2)
+    throw std::invalid_argument("projection: allowed are 0 (gate), 1 (up), 2 (down)");
 }
 
 void load(ExpertLayer& layer, WorkerPool& pool, int projection, const std::string& type, int64_t first,
           const std::vector<uintptr_t>& data, int file) {
-  if (projection < 0 || projection > 2)
-    throw std::invalid_argument("projection: allowed are 0 (gate), 1 (up), 2 (down)");
+  check_projection(projection);
   std::vector<SourceRows> rows;
   for (uintptr_t place : data) {
     rows.push_back(file < 0 ? SourceRows(at<const uint8_t>(place)) : SourceRows(file, static_cast<int64_t>(place)));
@@ -100,12 +107,22 @@ void bind_experts(nb::module_& module) {
   const auto free_gil = nb::call_guard<nb::gil_scoped_release>();
 
   nb::class_<ExpertLayer>(module, "ExpertLayer", "One layer's routed experts, packed, and their adapters.")
-      .def(nb::new_(&make_layer), "experts"_a, "hidden"_a, "intermediate"_a, "formats"_a, "shards"_a = 1,
-           "nodes"_a = std::vector<int>{}, "`nodes`: the memory node of each shard, or none.")
+      .def(
+          nb::new_(&make_layer), "experts"_a, "hidden"_a, "intermediate"_a, "formats"_a, "shards"_a = 1,
+          "nodes"_a = std::vector<int>{}, nb::kw_only(), "biased"_a = false, "limit"_a = 0.0f, "alpha"_a = 1.0f,
+          "`nodes`: the memory node of each shard, or none. `biased`: projections have biases. `limit` and `alpha`: of "
+          "the clamped activation; 0: silu(gate) up.")
       .def(
           "load", &load, "pool"_a, "projection"_a, "type"_a, "first"_a, "data"_a, "file"_a = -1, free_gil,
           "Packs experts first.. of projection 0 (gate), 1 (up) or 2 (down) from the addresses of their rows, or, with "
           "`file`, from where they begin in it.")
+      .def(
+          "load_bias",
+          [](ExpertLayer& layer, int projection, uintptr_t values) {
+            check_projection(projection);
+            layer.load_bias(projection, at<const float>(values));
+          },
+          "projection"_a, "values"_a, free_gil, "Copies a projection's biases: float32 [experts, out].")
       .def("set_lora", &set_lora, "pool"_a, "slot"_a, "rank"_a, "bf16"_a, "a"_a, "b"_a, "scales"_a, free_gil,
            "Copies an adapter into a slot: addresses of A [E, r, in] and B [E, out, r] of gate, up, down.")
       .def("clear_lora", &ExpertLayer::clear_lora, "slot"_a)

@@ -1,6 +1,7 @@
 #include "experts/layer.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -34,6 +35,11 @@ ExpertLayer::ExpertLayer(const LayerShape& shape, const std::vector<int>& nodes)
   if (!nodes.empty() && nodes.size() != static_cast<size_t>(shape.shards)) {
     throw std::invalid_argument("nodes: " + std::to_string(nodes.size()) + "; allowed is one for each shard, or none");
   }
+  if (!(shape.activation.limit >= 0) || !std::isfinite(shape.activation.limit) ||
+      !std::isfinite(shape.activation.alpha)) {
+    throw std::invalid_argument("limit: " + std::to_string(shape.activation.limit) + " (alpha " +
+                                std::to_string(shape.activation.alpha) + "); allowed are finite numbers from 0 on");
+  }
   choices_ = std::vector<std::atomic<int64_t>>(static_cast<size_t>(shape.experts));
   check_size("hidden size", shape.hidden);
   check_size("expert intermediate size", shape.intermediate);
@@ -46,7 +52,7 @@ ExpertLayer::ExpertLayer(const LayerShape& shape, const std::vector<int>& nodes)
   }
   for (int s = 0; s < shape.shards; ++s) {
     const int node = shape.shards > 1 && !nodes.empty() ? nodes[static_cast<size_t>(s)] : -1;
-    shards_.emplace_back(static_cast<size_t>(projection_offset(s, 3)), node);
+    shards_.emplace_back(static_cast<size_t>(shard_bytes(s)), node);
   }
 }
 
@@ -58,24 +64,41 @@ int64_t ExpertLayer::first_panel(int projection, int shard) const {
 int64_t ExpertLayer::projection_offset(int shard, int projection) const {
   int64_t offset = 0;
   for (int p = 0; p < projection; ++p) {
-    const int64_t panels = first_panel(p, shard + 1) - first_panel(p, shard);
-    offset += shape_.experts * panels * panel_size(shape_.formats[p], inner_of(p));
+    offset += shape_.experts * shard_panels(p, shard) * panel_size(shape_.formats[p], inner_of(p));
   }
   return offset;
 }
 
-uint8_t* ExpertLayer::panel(int projection, int64_t expert, int64_t panel) const {
+int64_t ExpertLayer::bias_offset(int shard, int projection) const {
+  int64_t values = 0;
+  for (int p = 0; p < projection && shape_.biased; ++p) values += shape_.experts * shard_panels(p, shard) * kPanel;
+  return projection_offset(shard, 3) + values * 4;
+}
+
+int ExpertLayer::shard_of(int projection, int64_t panel) const {
   int shard = 0;
   while (panel >= first_panel(projection, shard + 1)) ++shard;
-  const int64_t first = first_panel(projection, shard);
-  const int64_t per_expert = first_panel(projection, shard + 1) - first;
+  return shard;
+}
+
+uint8_t* ExpertLayer::panel(int projection, int64_t expert, int64_t panel) const {
+  const int shard = shard_of(projection, panel);
+  const int64_t at = expert * shard_panels(projection, shard) + panel - first_panel(projection, shard);
   return shards_[static_cast<size_t>(shard)].data() + projection_offset(shard, projection) +
-         (expert * per_expert + panel - first) * panel_size(shape_.formats[projection], inner_of(projection));
+         at * panel_size(shape_.formats[projection], inner_of(projection));
+}
+
+float* ExpertLayer::bias(int projection, int64_t expert, int64_t panel) const {
+  if (!shape_.biased) return nullptr;
+  const int shard = shard_of(projection, panel);
+  const int64_t at = expert * shard_panels(projection, shard) + panel - first_panel(projection, shard);
+  uint8_t* begin = shards_[static_cast<size_t>(shard)].data() + bias_offset(shard, projection);
+  return reinterpret_cast<float*>(begin) + at * kPanel;
 }
 
 int64_t ExpertLayer::bytes() const {
   int64_t total = 0;
-  for (int s = 0; s < shape_.shards; ++s) total += projection_offset(s, 3);
+  for (int s = 0; s < shape_.shards; ++s) total += shard_bytes(s);
   return total;
 }
 
@@ -113,6 +136,26 @@ void ExpertLayer::load(WorkerPool& pool, int projection, const SourceType& sourc
       throw std::invalid_argument("expert " + std::to_string(first + expert) + ", " + error.what());
     }
   });
+}
+
+void ExpertLayer::load_bias(int projection, const float* values) {
+  if (!shape_.biased) throw std::invalid_argument("biases: this layer was made without");
+  const int64_t rows = rows_of(projection);
+  for (int64_t i = 0; i < shape_.experts * rows; ++i) {
+    if (!std::isfinite(values[i])) {
+      throw std::invalid_argument("expert " + std::to_string(i / rows) + ", bias of row " + std::to_string(i % rows) +
+                                  ": it is not finite");
+    }
+  }
+  for (int64_t e = 0; e < shape_.experts; ++e) {
+    for (int s = 0; s < shape_.shards; ++s) {
+      const int64_t panels = shard_panels(projection, s);
+      if (panels == 0) continue;  // a small matrix over many shards
+      const int64_t first = first_panel(projection, s);
+      std::memcpy(bias(projection, e, first), values + e * rows + first * kPanel,
+                  static_cast<size_t>(panels * kPanel) * 4);
+    }
+  }
 }
 
 const LayerLora* ExpertLayer::lora(int slot) const {

@@ -3,6 +3,8 @@
 //   shard 0 (node 0):  gate | expert 0: panels [0, P/S) | expert 1 | ... | up | ... | down | ...
 //   shard 1 (node 1):  gate | expert 0: panels [P/S, 2P/S) | ...
 //
+// Behind the panels of a shard lie the float32 biases of their rows, if experts have some, in the same order.
+//
 // Every expert is split over all NUMA nodes by output panels (gate and up by the intermediate size, down by the hidden
 // size), so that one token's eight experts load every node's memory equally. An expert's panels of one shard and
 // projection are one contiguous run.
@@ -14,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include "gemm/activation.hpp"
 #include "packing/format.hpp"
 #include "packing/pack.hpp"
 #include "packing/packed_file.hpp"
@@ -30,6 +33,8 @@ struct LayerShape {
   int64_t intermediate;  // multiple of 32
   Format formats[3];     // gate, up, down
   int shards;
+  bool biased = false;  // each projection adds a bias
+  Activation activation = {};
 
   // LoRA is computed as exactly as the base allows: float32 beside float32 weights, bf16 beside all others.
   Format lora_format() const { return formats[kGate] == Format::f32 ? Format::f32 : Format::bf16; }
@@ -72,14 +77,21 @@ class ExpertLayer {
   int64_t first_panel(int projection, int shard) const;
   // Panel `panel` of an expert; the following ones of the same shard lie behind it.
   uint8_t* panel(int projection, int64_t expert, int64_t panel) const;
+  // The biases of a panel's rows; those of the following panels of the same shard lie behind them. Null: there are
+  // none.
+  float* bias(int projection, int64_t expert, int64_t panel) const;
   int64_t bytes() const;
-  int64_t shard_bytes(int index) const { return projection_offset(index, 3); }
+  int64_t shard_bytes(int index) const { return bias_offset(index, 3); }
   std::vector<Span> spans() const;  // all of it, shard by shard
   const Arena& shard(int index) const { return shards_[static_cast<size_t>(index)]; }
 
   // Packs experts [first, first + count) of a projection; data[i] is where expert first + i's rows begin.
   void load(WorkerPool& pool, int projection, const SourceType& source, int64_t first,
             const std::vector<SourceRows>& data);
+
+  // Copies the biases of a projection of all experts, [experts, rows_of(projection)]. Throws std::invalid_argument if
+  // the layer has none, or a value is NaN or infinite.
+  void load_bias(int projection, const float* values);
 
   // Into a slot, or out of it, that no task in flight uses; tasks may use other slots meanwhile.
   void set_lora(WorkerPool& pool, int slot, const LoraSource& source);
@@ -93,7 +105,12 @@ class ExpertLayer {
   std::vector<int64_t> choices() const { return {choices_.begin(), choices_.end()}; }
 
  private:
+  int shard_of(int projection, int64_t panel) const;
+  int64_t shard_panels(int projection, int shard) const {
+    return first_panel(projection, shard + 1) - first_panel(projection, shard);
+  }
   int64_t projection_offset(int shard, int projection) const;
+  int64_t bias_offset(int shard, int projection) const;
 
   LayerShape shape_;
   std::vector<Arena> shards_;

@@ -221,6 +221,16 @@ void MoeRunner::add_lora(int projection, const WorkItem& p, float* tile, int64_t
   }
 }
 
+// As a B of rank 1 is added.
+void MoeRunner::add_bias(int projection, const WorkItem& p, float* tile, int64_t stride) const {
+  const float* bias = batch_.layer().bias(projection, p.expert, p.panel);
+  if (bias == nullptr) return;
+  constexpr float one = 1;
+  for (int64_t row = 0; row < p.row_end - p.row; ++row) {
+    kernels_.lora_b_f32(bias, p.panel_end - p.panel, 1, &one, tile + row * stride);
+  }
+}
+
 void MoeRunner::gate_up(const WorkItem& p, int worker) {
   const int64_t room = kFullPanelRows * kTilePanels / (p.row_end - p.row) / 2 * 2;
   const int64_t panels = std::clamp<int64_t>(room, 2, kTilePanels);
@@ -244,6 +254,8 @@ void MoeRunner::gate_up_panels(const WorkItem& p, int worker) {
   fetch_lora(kUp, p);
   product(kGate, p, batch_.x[0], gate, stride, batch_.layer().panel(kUp, p.expert, p.panel), worker);
   product(kUp, p, batch_.x[batch_.up_differs ? 1 : 0], up, stride, p.next, worker);
+  add_bias(kGate, p, gate, stride);
+  add_bias(kUp, p, up, stride);
   add_lora(kGate, p, gate, stride, 0);
   add_lora(kUp, p, up, stride, 1);
   const int64_t first = p.panel * kPanel;
@@ -252,7 +264,7 @@ void MoeRunner::gate_up_panels(const WorkItem& p, int worker) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = p.row + row;
     float* h = gate + row * stride;
-    kernels_.silu_mul(h, up + row * stride, width);
+    kernels_.activate(s.activation, h, up + row * stride, width);
     kernels_.pack(format, dequantised, h, s.intermediate, first, first + width, batch_.h.at(at));
     if (format != batch_.lora_format && batch_.lora(at) != nullptr) {
       kernels_.pack_f32(batch_.lora_format, h, s.intermediate, first, first + width, batch_.h_lora.at(at));
@@ -265,6 +277,7 @@ void MoeRunner::down(const WorkItem& p, int64_t slice, int worker) {
   const int64_t stride = batch_.y.stride_floats();
   fetch_lora(kDown, p);
   product(kDown, p, batch_.h, y, stride, p.next, worker);
+  add_bias(kDown, p, y, stride);
   add_lora(kDown, p, y, stride, 0);
 }
 

@@ -3,10 +3,12 @@
 //   route    choices (row, j) sorted by expert, then adapter slot, then row (RoutedBatch)
 //   pack     each row's activations into the form of the gate/up weights, once per choice
 //   lora A   rows with an adapter: t = s A x (from bf16)                    | only if the batch has adapters
-//   gate up  h = silu(gate + Bg t) * (up + Bu t), packed for the down weights
+//   gate up  h = silu(gate + Bg t) * (up + Bu t), packed for the down weights; or what the layer's activation says
 //   lora A   t = s A h                                                      | only if the batch has adapters
 //   down     y = down h + Bd t, one float32 row per choice                 | as many columns at a time as
 //   combine  out = sum over j, in the order of j                            | y may take memory
+//
+// Gate, up and y get their biases with the adapters' part, where experts have some.
 //
 // Each line is one parallel_for; a work item is a range of an expert's panels for a range of its rows, sized to some
 // tens of microseconds. Nothing is added across work items, so results do not depend on threads.
@@ -82,6 +84,7 @@ class MoeRunner {
   // The adapters' B of a work item, while its base product is computed.
   void fetch_lora(int projection, const WorkItem& item) const;
   void add_lora(int projection, const WorkItem& item, float* tile, int64_t stride, int64_t t_half) const;
+  void add_bias(int projection, const WorkItem& item, float* tile, int64_t stride) const;
 
   WorkerPool& pool_;
   const Kernels& kernels_;

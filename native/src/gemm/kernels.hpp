@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "gemm/activation.hpp"
 #include "packing/format.hpp"
 #include "runtime/isa.hpp"
 
@@ -46,6 +47,8 @@ struct Kernels {
   void (*dot)(const DotArgs& args);
   // gate[i] = silu(gate[i]) * up[i]
   void (*silu_mul)(float* gate, const float* up, int64_t n);
+  // The clamped form, likewise.
+  void (*clamped_mul)(const Activation& by, float* gate, const float* up, int64_t n);
   // out[16 p + i] += sum_r b[p][r][i] t[r]; panels of [rank][16], bf16 or float32.
   void (*lora_b)(const uint16_t* b, int64_t panels, int64_t rank, const float* t, float* out);
   void (*lora_b_f32)(const float* b, int64_t panels, int64_t rank, const float* t, float* out);
@@ -61,6 +64,11 @@ struct Kernels {
   void (*pack_dequantised_f32)(const float* x, int64_t k, int64_t first, int64_t last, uint8_t* row) = nullptr;
   void (*pack_dequantised_bf16)(const uint16_t* x, int64_t k, int64_t first, int64_t last, uint8_t* row) = nullptr;
   bool tails = false;  // whether `dot` of bf16 takes DotArgs::tail
+
+  // gate = what `by` makes of gate and up.
+  void activate(const Activation& by, float* gate, const float* up, int64_t n) const {
+    by.clamped() ? clamped_mul(by, gate, up, n) : silu_mul(gate, up, n);
+  }
 
   // The least number of rows for which dot_dequantised is to be used, or 0.
   int64_t dequantised_from(Format format) const { return dequantised_rows == nullptr ? 0 : dequantised_rows(format); }

@@ -79,6 +79,17 @@ inline void silu_mul(float* gate, const float* up, int64_t n) {
   });
 }
 
+// NaN stays NaN: it is the second operand of min and max.
+inline void clamped_mul(const Activation& by, float* gate, const float* up, int64_t n) {
+  const F16 most = set16(by.limit), lowest = set16(-by.limit), alpha = set16(by.alpha), one = set16(1.0f);
+  by_vectors(n, [&](int64_t i, int64_t left) __attribute__((always_inline)) {
+    const F16 g = min(most, load_some(gate + i, left));
+    const F16 u = max(lowest, min(most, load_some(up + i, left)));
+    const F16 soft = div(g, add(one, exp16(sub(zero16(), mul(alpha, g)))));
+    store_some(gate + i, mul(soft, add(u, one)), left);
+  });
+}
+
 template <class T>
 void lora_b(const T* b, int64_t panels, int64_t rank, const float* t, float* out) {
   const auto* from = elements(b);
@@ -108,8 +119,8 @@ inline void from_bf16(const uint16_t* x, int64_t n, float* out) {
 }
 
 constexpr Kernels row_kernels(Isa isa, void (*dot)(const DotArgs&)) {
-  return {isa,           row_bytes, pack<float>, pack<uint16_t>, dot, silu_mul, lora_b<uint16_t>,
-          lora_b<float>, combine,   to_bf16,     from_bf16};
+  return {isa,         row_bytes,        pack<float>,   pack<uint16_t>, dot,     silu_mul,
+          clamped_mul, lora_b<uint16_t>, lora_b<float>, combine,        to_bf16, from_bf16};
 }
 
 }  // namespace ktserve::KT_SIMD

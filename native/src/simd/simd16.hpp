@@ -133,6 +133,10 @@ inline F16 round_even(F16 a) {
 inline F16 scale2(F16 a, F16 n) {
   return {_mm512_scalef_ps(a.v, n.v)};
 }
+// x where a <= b, 0 elsewhere.
+inline F16 where_most(F16 a, F16 b, F16 x) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ), x.v)};
+}
 inline bool has_nan(F16 a) {
   return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q) != 0;
 }
@@ -279,6 +283,11 @@ inline __m256 scale2_half(__m256 a, __m256 n) {
 }
 inline F16 scale2(F16 x, F16 n) {
   return {scale2_half(x.a, n.a), scale2_half(x.b, n.b)};
+}
+// x where y <= z, 0 elsewhere.
+inline F16 where_most(F16 y, F16 z, F16 x) {
+  return {_mm256_and_ps(_mm256_cmp_ps(y.a, z.a, _CMP_LE_OQ), x.a),
+          _mm256_and_ps(_mm256_cmp_ps(y.b, z.b, _CMP_LE_OQ), x.b)};
 }
 inline bool has_nan(F16 x) {
   return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q)));

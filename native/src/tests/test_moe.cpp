@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -61,7 +62,7 @@ KTSERVE_TEST(moe_rows_are_independent) {
   Random random(3);
   for (Format format : {Format::f32, Format::bf16, Format::i8, Format::i4m}) {
     for (int shards : {1, 2}) {
-      World world(5, 96, 64, format, shards, random);
+      World world(5, 96, 64, format, shards, random, shards == 2);
       for (Isa isa : test::isas()) {
         MoeRunner runner(world.pool, isa, true);
         for (int64_t rows : {1, 2, 13, 70}) {
@@ -76,6 +77,118 @@ KTSERVE_TEST(moe_rows_are_independent) {
         }
       }
     }
+  }
+}
+
+// [rows, k] by a matrix [n, k] in float64, added to out [n].
+void add_product(const float* w, int64_t n, const std::vector<double>& x, double scale, std::vector<double>& out) {
+  const auto k = static_cast<int64_t>(x.size());
+  for (int64_t i = 0; i < n; ++i) {
+    double sum = 0;
+    for (int64_t j = 0; j < k; ++j) sum += double{w[i * k + j]} * x[static_cast<size_t>(j)];
+    out[static_cast<size_t>(i)] += scale * sum;
+  }
+}
+
+// What a row of a projection of an expert is: its product, its bias and an adapter's part.
+std::vector<double> projected(const World& world, int p, int64_t expert, int32_t slot, const std::vector<double>& x) {
+  const int64_t n = world.layer.rows_of(p), k = world.layer.inner_of(p);
+  std::vector<float> w(static_cast<size_t>(n * k));
+  for (int64_t panel = 0; panel < n / kPanel; ++panel) {
+    unpack_rows(world.layer.shape().formats[p], world.layer.panel(p, expert, panel), k, 0, kPanel,
+                w.data() + panel * kPanel * k);
+  }
+  std::vector<double> out(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n && !world.biases[p].empty(); ++i) {
+    out[static_cast<size_t>(i)] = double{world.biases[p][static_cast<size_t>(expert * n + i)]};
+  }
+  add_product(w.data(), n, x, 1, out);
+  const auto found = world.loras.find(slot);
+  if (found == world.loras.end()) return out;
+  const auto& [rank, matrices] = found->second;
+  std::vector<double> t(static_cast<size_t>(rank));
+  add_product(matrices[p].data() + expert * rank * k, rank, x, 1, t);
+  add_product(matrices[3 + p].data() + expert * n * rank, n, t, double{World::kScale}, out);
+  return out;
+}
+
+// A row of the batch by plain loops in float64.
+std::vector<double> by_loops(const World& world, const Batch& batch, int64_t row) {
+  const auto first = batch.hidden.begin() + row * world.hidden;
+  const std::vector<double> x(first, first + world.hidden);
+  const int32_t slot = batch.slots[static_cast<size_t>(row)];
+  const Activation by = world.layer.shape().activation;
+  std::vector<double> out(x.size());
+  for (int64_t j = row * batch.top_k; j < (row + 1) * batch.top_k; ++j) {
+    const int64_t expert = batch.ids[static_cast<size_t>(j)];
+    if (expert < 0) continue;
+    std::vector<double> h = projected(world, kGate, expert, slot, x);
+    const std::vector<double> up = projected(world, kUp, expert, slot, x);
+    for (size_t i = 0; i < h.size(); ++i) {
+      const double limit = by.clamped() ? double{by.limit} : HUGE_VAL;
+      const double g = std::min(h[i], limit), u = std::clamp(up[i], -limit, limit);
+      h[i] = g / (1 + std::exp(-double{by.alpha} * g)) * (by.clamped() ? u + 1 : u);
+    }
+    const std::vector<double> y = projected(world, kDown, expert, slot, h);
+    for (size_t i = 0; i < y.size(); ++i) out[i] += double{batch.weights[static_cast<size_t>(j)]} * y[i];
+  }
+  return out;
+}
+
+// With and without biases and the clamped activation: few rows and many, base and adapters, at drawn sizes.
+KTSERVE_TEST(moe_equals_plain_loops) {
+  Random random(9);
+  for (int round = 0; round < 24; ++round) {
+    const Format format = std::array{Format::f32, Format::bf16, Format::i8}[static_cast<size_t>(round % 3)];
+    const int shards = 1 + static_cast<int>(random.below(2));
+    const auto size = [&] { return 32 * (1 + random.below(6)); };
+    const int64_t hidden = size(), inner = size();
+    World world(1 + random.below(5), hidden, inner, format, shards, random, round % 4 != 0);
+    Batch batch(world, std::array{1, 2, 13, 70}[static_cast<size_t>(random.below(4))], 1 + random.below(3), random);
+    for (Isa isa : test::isas()) {
+      for (bool deterministic : {false, true}) {
+        MoeRunner runner(world.pool, isa, deterministic);
+        std::fill(batch.out.begin(), batch.out.end(), NAN);
+        runner.forward(world.layer, batch.buffers());
+        double difference = 0;
+        double all = 0;
+        for (int64_t row = 0; row < batch.rows; ++row) {
+          const std::vector<double> want = by_loops(world, batch, row);
+          for (int64_t i = 0; i < hidden; ++i) {
+            const double value = want[static_cast<size_t>(i)];
+            difference += std::fabs(double{batch.out[static_cast<size_t>(row * hidden + i)]} - value);
+            all += std::fabs(value);
+          }
+        }
+        const double bound = format == Format::f32 ? 2e-6 : format == Format::bf16 ? 0.006 : 0.02;
+        CHECK(difference <= bound * all, "%s, %s: %g of %g", info(format).name, isa_name(isa), difference, all);
+      }
+    }
+  }
+}
+
+KTSERVE_TEST(expert_layers_refuse_what_they_cannot_hold) {
+  const auto refuses = [](const auto& call) {
+    try {
+      call();
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  LayerShape shape{2, 32, 32, {Format::f32, Format::f32, Format::f32}, 1};
+  std::vector<float> values(64);
+  ExpertLayer plain(shape);
+  CHECK(refuses([&] { plain.load_bias(kGate, values.data()); }));
+  shape.biased = true;
+  ExpertLayer biased(shape);
+  CHECK(biased.bytes() == plain.bytes() + 3 * 2 * 32 * 4);
+  biased.load_bias(kGate, values.data());
+  values[40] = NAN;
+  CHECK(refuses([&] { biased.load_bias(kGate, values.data()); }));
+  for (const Activation by : {Activation{-1, 1}, Activation{NAN, 1}, Activation{7, NAN}}) {
+    shape.activation = by;
+    CHECK(refuses([&] { ExpertLayer{shape}; }));
   }
 }
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -49,6 +50,34 @@ KTSERVE_TEST(silu_of_any_float) {
       const double bound = gate[i] > -87 ? 4e-7 * std::fabs(want) : 1e-36;
       CHECK(std::isnan(want) ? std::isnan(got[i]) : got[i] == want || std::fabs(got[i] - want) <= bound,
             "silu(%g) = %g, wanted %g", gate[i], got[i], want);
+    }
+  }
+}
+
+KTSERVE_TEST(clamped_activation_of_any_float) {
+  Random random(7);
+  for (int round = 0; round < 200; ++round) {
+    const int64_t n = 1 + random.below(70);
+    const Activation by{round % 3 == 0 ? 0.5f : 7.0f, 1.702f};
+    std::vector<float> gate = draw(n, random, round % 2 == 0 ? 50.0f : 4.0f), up = draw(n, random, 10);
+    constexpr float inf = std::numeric_limits<float>::infinity();
+    const float special[] = {0.0f, -0.0f, inf, std::nanf(""), 1e-40f, 3e38f, 7.0f, -7.0f};
+    for (float v : special) {
+      gate[static_cast<size_t>(random.below(n))] = v;
+      up[static_cast<size_t>(random.below(n))] = -v;
+    }
+    const std::vector<float> got = on_all([&](const Kernels& table) {
+      std::vector<float> out = gate;
+      table.activate(by, out.data(), up.data(), n);
+      return out;
+    });
+    const auto limit = static_cast<double>(by.limit);
+    for (size_t i = 0; i < gate.size(); ++i) {
+      const double g = std::isnan(gate[i]) ? NAN : std::min(double{gate[i]}, limit);
+      const double u = std::isnan(up[i]) ? NAN : std::clamp(double{up[i]}, -limit, limit);
+      const double want = g / (1 + std::exp(-double{by.alpha} * g)) * (u + 1);
+      CHECK(std::isnan(want) ? std::isnan(got[i]) : std::fabs(got[i] - want) <= 2e-6 * std::fabs(g * (u + 1)) + 1e-36,
+            "of %g and %g: %g, wanted %g", gate[i], up[i], got[i], want);
     }
   }
 }

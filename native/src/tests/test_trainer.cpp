@@ -2,6 +2,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "tests/check.hpp"
@@ -66,11 +67,46 @@ struct Training {
   }
 };
 
+// Forward is what serving computes, of the same adapters.
+KTSERVE_TEST(trainer_forward_equals_serving) {
+  Random random(25);
+  for (bool biased : {false, true}) {
+    World world(3, 96, 64, Format::f32, 2, random, biased);
+    for (Isa isa : test::isas()) {
+      for (int64_t rows : {1, 29}) {
+        Training training(world, rows, random);
+        for (const TrainLora& lora : training.loras) {
+          LoraSource source{};
+          source.rank = lora.rank;
+          for (int p = 0; p < 3; ++p) {
+            source.a[p] = lora.a[p];
+            source.b[p] = lora.b[p];
+            source.scales[p] = lora.scale;
+          }
+          world.layer.set_lora(world.pool, lora.slot, source);
+        }
+        ExpertTrainer trainer(world.pool, isa);
+        training.loss(trainer);
+        MoeRunner runner(world.pool, isa, true);
+        std::vector<float> out(training.out.size());
+        const auto bsz = static_cast<int32_t>(rows);
+        runner.forward(world.layer, {&bsz, training.ids.data(), training.weights.data(), training.slots.data(),
+                                     training.hidden.data(), out.data(), rows, training.top_k, false});
+        for (size_t i = 0; i < out.size(); ++i) {
+          CHECK(std::fabs(out[i] - training.out[i]) <= 1e-4f * (1 + std::fabs(out[i])), "%g, %g", double{out[i]},
+                double{training.out[i]});
+        }
+      }
+    }
+  }
+}
+
 // A step along the gradient changes the loss by its length squared.
 KTSERVE_TEST(trainer_gradients) {
   Random random(22);
-  for (int shards : {1, 2}) {
-    World world(3, 96, 64, Format::f32, shards, random);
+  for (const auto& [shards, biased] :
+       {std::pair{1, false}, std::pair{2, false}, std::pair{1, true}, std::pair{2, true}}) {
+    World world(3, 96, 64, Format::f32, shards, random, biased);
     for (Isa isa : test::isas()) {
       for (int64_t rows : {1, 2, 29}) {
         Training training(world, rows, random);

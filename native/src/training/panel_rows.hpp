@@ -204,37 +204,61 @@ void put_row(const float* from, int64_t n, float* to, bool adds) {
   });
 }
 
-template <class From, class To>
+// h = soft * factor, and its slopes: soft's by gate is `slope`, h's by up is `by_up`.
+struct Gated {
+  F16 soft, factor, slope, by_up;
+};
+
+template <bool Clamped>
+inline __attribute__((always_inline)) Gated gated_parts(const Activation& by, F16 gate, F16 up) {
+  const F16 one = set16(1.0f);
+  if constexpr (Clamped) {
+    const F16 most = set16(by.limit), lowest = set16(-by.limit), alpha = set16(by.alpha);
+    const F16 g = min(most, gate);
+    const F16 steep = mul(alpha, g);
+    const F16 sigmoid = div(one, add(one, exp16(sub(zero16(), steep))));
+    const F16 soft = mul(g, sigmoid);
+    const F16 slope = fma(steep, mul(sigmoid, sub(one, sigmoid)), sigmoid);
+    return {soft, add(max(lowest, min(most, up)), one), where_most(gate, most, slope),
+            where_most(lowest, up, where_most(up, most, soft))};
+  } else {
+    const F16 sigmoid = div(one, add(one, exp16(sub(zero16(), gate))));
+    const F16 silu = mul(gate, sigmoid);
+    // silu' = sigmoid (1 + g (1 - sigmoid))
+    return {silu, up, fma(gate, mul(sigmoid, sub(one, sigmoid)), sigmoid), silu};
+  }
+}
+
+template <class From, class To, bool Clamped>
 float gated(const GatedArgs& a) {
   const From* gate = static_cast<const From*>(a.gate);
   const From* up = static_cast<const From*>(a.up);
   To* const d_gate = reinterpret_cast<To*>(a.d_gate);
   To* const d_up = reinterpret_cast<To*>(a.d_up);
   To* const h = reinterpret_cast<To*>(a.h);
-  const F16 one = set16(1.0f);
   const F16 weight = set16(a.weight);
   F16 total = zero16();
   for (int64_t i = 0; i < a.n; i += 16) {
-    const F16 g = load16(gate + i);
-    const F16 u = load16(up + i);
+    const Gated parts = gated_parts<Clamped>(a.activation, load16(gate + i), load16(up + i));
     const F16 dh = load16(a.dh + i);
-    const F16 sigmoid = div(one, add(one, exp16(sub(zero16(), g))));
-    const F16 silu = mul(g, sigmoid);
-    const F16 product = mul(silu, u);
+    const F16 product = mul(parts.soft, parts.factor);
     total = fma(dh, product, total);
     const F16 weighted = mul(weight, dh);
-    store16(d_up + i, mul(weighted, silu));
-    // silu' = sigmoid (1 + g (1 - sigmoid))
-    const F16 slope = fma(g, mul(sigmoid, sub(one, sigmoid)), sigmoid);
-    store16(d_gate + i, mul(mul(weighted, u), slope));
+    store16(d_up + i, mul(weighted, parts.by_up));
+    store16(d_gate + i, mul(mul(weighted, parts.factor), parts.slope));
     if (h != nullptr) store16(h + i, product);
   }
   return sum(total);
 }
 
+template <class From, class To>
+float gated_by(const GatedArgs& a) {
+  return a.activation.clamped() ? gated<From, To, true>(a) : gated<From, To, false>(a);
+}
+
 float gated_backward(const GatedArgs& a) {
-  if (a.to == Format::f32) return a.bf16 ? gated<bf16, float>(a) : gated<float, float>(a);
-  return a.bf16 ? gated<bf16, bf16>(a) : gated<float, bf16>(a);
+  if (a.to == Format::f32) return a.bf16 ? gated_by<bf16, float>(a) : gated_by<float, float>(a);
+  return a.bf16 ? gated_by<bf16, bf16>(a) : gated_by<float, bf16>(a);
 }
 
 // 16 columns of some rows: += the sums over 16 ranks.

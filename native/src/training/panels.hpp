@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "gemm/activation.hpp"
 #include "packing/format.hpp"
 #include "runtime/isa.hpp"
 
@@ -27,8 +28,8 @@ struct RowView {
   const uint8_t* row(int64_t i) const { return data + (index == nullptr ? i : index[i]) * stride; }
 };
 
-// A part of the gated activation h = silu(gate) up of one row: from dh without the router's weight to the gradients of
-// both pre-activations.
+// A part of the gated activation h = silu(gate) up (or its clamped form) of one row: from dh without the router's
+// weight to the gradients of both pre-activations.
 struct GatedArgs {
   const void* gate;  // [n], float32 or bf16
   const void* up;
@@ -40,6 +41,7 @@ struct GatedArgs {
   uint8_t* d_gate;  // [n]
   uint8_t* d_up;    // [n]
   uint8_t* h;       // [n], or null
+  Activation activation = {};
 };
 
 // What is transposed next: as many columns, from `first` on, of panels of the same format; w: null: not known.

@@ -2,9 +2,9 @@
 //
 //   forward, position by position (RoutedBatch: sorted by expert, then adapter slot)
 //     t = s A x                                   kept as well                        | only rows with LoRA
-//     gate, up = W x + B t                        kept, if asked for; h = silu(gate) up
+//     gate, up = W x + b + B t                    kept, if asked for; h = silu(gate) up, or its clamped form
 //     t = s A h                                                                       | only rows with LoRA
-//     out = sum_j w_j (W h + B t)
+//     out = sum_j w_j (W h + b + B t)
 //
 //   backward; d: the gradient of a position's row of out, without the router's weight w
 //     u = s B^T d                                                                     | only rows with LoRA
@@ -12,9 +12,10 @@
 //     u = s B^T d_gate (d_up);  t = s A h;  dA += u x^T (h^T);  dB += d t^T           | only rows with LoRA
 //     dx = W_gate^T d_gate + W_up^T d_up + A^T u of both, summed over a row's positions
 //
-// dw needs no output of down: <d, y> = <W_down^T d + A^T u, h>. A work item makes the panels it multiplies with
-// (training/panels.hpp), two at a time, in memory of its own: W^T of a pair from the packed weights, LoRA matrices from
-// float32. Nothing is added across work items, and they are cut by the shapes alone: results do not depend on threads.
+// dw needs no output of down: <d, y> = <W_down^T d + A^T u, h> + <d, b>. Biases b get no gradients. A work item makes
+// the panels it multiplies with (training/panels.hpp), two at a time, in memory of its own: W^T of a pair from the
+// packed weights, LoRA matrices from float32. Nothing is added across work items, and they are cut by the shapes alone:
+// results do not depend on threads.
 //
 // Products with the base weights and with LoRA are bf16 with float32 sums, unless the layer's are float32. LoRA's share
 // of few rows is added from the float32 matrices as they are.
@@ -191,7 +192,11 @@ class ExpertTrainer {
   DotTail lora_tail(int matrix, bool transposed, const Item& item, const ScratchRows& t, Room& room) const;
   // B (A^T) of a group and the columns of an item.
   uint8_t* lora_panels(int matrix, bool transposed, const Item& item, const Group& group, Room& room) const;
-  // out = W x + B t. next: the panels that are read behind these. It calls `fetch` base_shares(projection, item) times.
+  void add_bias(int projection, const Item& item, float* tile, int64_t stride) const;
+  // <d, b> of down, d: a row of the caller's gradient.
+  float bias_product(int64_t expert, const RowView& d, Room& room) const;
+  // out = W x + b + B t. next: the panels that are read behind these. It calls `fetch` base_shares(projection, item)
+  // times.
   void base_product(int projection, const Item& item, const ScratchRows& x, const ScratchRows& t, float* out,
                     int64_t stride, const uint8_t* next, Fetch& fetch, Room& room) const;
   int64_t base_step(int projection, const Item& item) const;  // panels

@@ -130,9 +130,10 @@ void ExpertTrainer::hidden_gradient_item(const Item& item, const TrainBatch& b, 
       fetch_lines(static_cast<const uint8_t*>(pre(at + kRowsAhead, i)), width * (b.bf16 ? 2 : 4));
     }
     const int64_t offset = item.column * element;
-    weight_parts_[static_cast<size_t>(at * ranges_ + item.range)] = panels_.gated_backward(
-        {pre(at, 0), pre(at, 1), b.bf16, dh + row * stride, routed_.weight(at), width, product_,
-         d_gate_.at(at) + offset, d_up_.at(at) + offset, groups_.empty() ? nullptr : h_lora_.at(at) + offset});
+    weight_parts_[static_cast<size_t>(at * ranges_ + item.range)] =
+        panels_.gated_backward({pre(at, 0), pre(at, 1), b.bf16, dh + row * stride, routed_.weight(at), width, product_,
+                                d_gate_.at(at) + offset, d_up_.at(at) + offset,
+                                groups_.empty() ? nullptr : h_lora_.at(at) + offset, s.activation});
   }
 }
 
@@ -164,14 +165,33 @@ void ExpertTrainer::input_gradient(const TrainBatch& b, void* grad_hidden, bool 
   }
 }
 
+float ExpertTrainer::bias_product(int64_t expert, const RowView& d, Room& room) const {
+  const float* x = widened(d, 1, layer_->shape().hidden, room);
+  float sum = 0;
+  for (int shard = 0; shard < layer_->shape().shards; ++shard) {
+    const int64_t first = layer_->first_panel(kDown, shard);
+    const int64_t k = (layer_->first_panel(kDown, shard + 1) - first) * kPanel;
+    if (k == 0) continue;
+    float part = 0;
+    panels_.few_dots({layer_->bias(kDown, expert, first), k, false, k, 1, x + first * kPanel, 1, &part, 1});
+    sum += part;
+  }
+  return sum;
+}
+
 void ExpertTrainer::weight_gradient(const TrainBatch& b, float* grad_weights) {
   const auto ranges = static_cast<int64_t>(weight_parts_.size()) / std::max<int64_t>(1, routed_.positions());
-  pool_.parallel_for((b.rows + kSummedRows - 1) / kSummedRows, [&](int64_t item, int) {
+  const bool biased = layer_->shape().biased;
+  pool_.parallel_for((b.rows + kSummedRows - 1) / kSummedRows, [&](int64_t item, int worker) {
     for (int64_t row = item * kSummedRows; row < std::min(b.rows, (item + 1) * kSummedRows); ++row) {
+      const RowView d{grad_out_.row(row), grad_out_.stride, grad_out_.bf16};
+      const int64_t* expert = b.ids + row * b.top_k;
       float* to = grad_weights + row * b.top_k;
       for (int32_t at : routed_.positions_of(row)) {
         float sum = 0;
         for (int64_t i = 0; at >= 0 && i < ranges; ++i) sum += weight_parts_[static_cast<size_t>(at * ranges + i)];
+        if (at >= 0 && biased) sum += bias_product(*expert, d, room(worker));
+        ++expert;
         *to++ = sum;
       }
     }

@@ -19,6 +19,15 @@ int64_t ExpertTrainer::base_shares(int projection, const Item& item) const {
   return ((item.column_end - item.column) / kPanel + step - 1) / step;
 }
 
+void ExpertTrainer::add_bias(int projection, const Item& item, float* tile, int64_t stride) const {
+  const float* bias = layer_->bias(projection, item.expert, item.column / kPanel);
+  if (bias == nullptr) return;
+  constexpr float one = 1;  // as a B of rank 1 is added
+  for (int64_t row = 0; row < item.row_end - item.row; ++row) {
+    kernels_.lora_b_f32(bias, (item.column_end - item.column) / kPanel, 1, &one, tile + row * stride);
+  }
+}
+
 void ExpertTrainer::base_product(int projection, const Item& item, const ScratchRows& x, const ScratchRows& t,
                                  float* out, int64_t stride, const uint8_t* next, Fetch& fetch, Room& room) const {
   const Format format = layer_->shape().formats[projection];
@@ -44,6 +53,7 @@ void ExpertTrainer::base_product(int projection, const Item& item, const Scratch
     form ? kernels_.dot_dequantised(args) : kernels_.dot(args);
     if (tail.w != nullptr) tail.w += step * panel_size(product_, tail.k);
   }
+  add_bias(projection, item, first, stride);
   if (tail.w == nullptr) add_lora(projection, false, item, t, first, stride, room);
 }
 
@@ -102,7 +112,7 @@ void ExpertTrainer::gate_up_item(const Item& item, void* kept, bool kept_bf16, R
           std::memcpy(static_cast<float*>(kept) + to, values, static_cast<size_t>(width) * 4);
       }
     }
-    kernels_.silu_mul(gate, up, width);
+    kernels_.activate(s.activation, gate, up, width);
     kernels_.pack(format, form, gate, s.intermediate, item.column, item.column_end, h_.at(at));
     if (both) kernels_.pack_f32(product_, gate, s.intermediate, item.column, item.column_end, h_lora_.at(at));
   }
