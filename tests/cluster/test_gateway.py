@@ -205,13 +205,14 @@ HOSTILE: dict[str, bytes] = {
     "spaces": b" " * LARGE + b"{}",
     "digits": b'{"model":' + b"9" * (LARGE - 20) + b"}",
 }
+LOADS = ("names", "spaces", "half a character in the prompt")  # to Ollama, requests to load the model
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_bodies_are_refused_in_form(front: Gateway, name: str) -> None:
     for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat", "/v1/load_lora_adapter"):
         answer = front.http.post(path, content=HOSTILE[name], headers={"Content-Type": "application/json"})
-        if path == "/api/chat" and name in ("names", "spaces"):  # to Ollama, a request to load the model
+        if path == "/api/chat" and name in LOADS:
             assert answer.status_code == 200 and answer.json()["done_reason"] == "load"
             continue
         assert 400 <= answer.status_code < 500, (path, answer.text)
