@@ -51,7 +51,7 @@ def note(request: Request, prepared: Prepared) -> None:
     notes += [f"unknown field {name!a} is ignored" for name in prepared.unknown]
     notes += [f"{name!a} has no effect" for name in prepared.unused]
     if notes:
-        request.state.warnings = "; ".join(notes)[:_MOST_NOTED]
+        request.state.warnings = "; ".join(notes)[:_MOST_NOTED].strip()  # HTTP allows no blank at an end
 
 
 def answer_id(request: Request, prefix: str, wanted: str | None) -> str:

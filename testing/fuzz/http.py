@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import httpx
+import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -82,7 +83,11 @@ def _fuzz_document(base: str, headers: dict[str, str], known: Known, seconds: fl
                         why = f"what it names could not be put there: {at} answered {refusal.status_code}"
                         tally.add(operation.label, "not asked", why, refusal.text)
                         return
-                response = case.call(base_url=base, headers=headers, timeout=_PATIENCE_S)
+                try:
+                    response = case.call(base_url=base, headers=headers, timeout=_PATIENCE_S)
+                except requests.RequestException as error:
+                    tally.add(operation.label, "no answer", f"no answer: {error}", case.as_curl_command())
+                    return
                 fault = None
                 try:
                     case.validate_response(response, checks=checks)
@@ -119,7 +124,11 @@ def fuzz_bodies(target: Server, seconds: float, rng: Random) -> Tally:
 
         def check(request: tuple[str, bytes]) -> None:
             path, body = request
-            response = client.post(path, content=body, headers={"Content-Type": content_type(path)})
+            try:
+                response = client.post(path, content=body, headers={"Content-Type": content_type(path)})
+            except httpx.TransportError as error:
+                tally.add(f"POST {path}", "no answer", f"no answer: {error}", repr(body))
+                return
             tally.add(f"POST {path}", str(response.status_code), _fault(path, response), repr(body))
 
         while time.monotonic() < until or not tally.ends:  # a run that a body has made diverge has ended
