@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -212,7 +213,8 @@ def test_a_commands_child_ends_with_it(model_dir: Path, sent: int) -> None:
 def test_ctrl_c_during_an_import_is_no_traceback(model_dir: Path, tmp_path: Path, command: str, module: str) -> None:
     """`torch` is imported by the child."""
     (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
-    env = {**environment(), "PYTHONPATH": str(tmp_path)}
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
     del env["KTSERVE_ENGINE_COMMAND"]
     argv = [sys.executable, str(ROOT / "ktserve" / "__main__.py"), command, str(model_dir)]
     done = subprocess.run(argv, env=env, cwd=ROOT, stderr=subprocess.PIPE, timeout=PATIENCE_S)

@@ -20,7 +20,7 @@ def load(*flags: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "loadtests.run", *SHORT, *flags],
         cwd=ROOT,
-        env=env or {**os.environ, "PYTHONPATH": str(ROOT)},
+        env=env or {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
