@@ -46,12 +46,16 @@ class Policy:
     def rank(self, open_requests: Mapping[str, int], adapter: str, blocks: Sequence[bytes]) -> list[str]:
         """Replicas, the best first. `open_requests` of each; `adapter` "" is the base; `blocks` are of `prefix`."""
         least = min(open_requests.values(), default=0)
+        tiers = {replica: self.tier(replica, adapter) for replica in open_requests}
+        # replicas start with the same adapters: one that has told nothing yet has it too
+        if any(told.get(adapter) == HOST for told in self._told.values()):
+            tiers |= {replica: HOST for replica, tier in tiers.items() if tier == DISK and replica not in self._told}
 
         def key(replica: str) -> tuple[bool, int, int, int, bytes]:
             busy = open_requests[replica] > least + self._settings.slack
-            tier = self.tier(replica, adapter)
-            # nobody has it: the same replica for all routers, so that it stays on one
-            home = _home(replica, adapter) if adapter and tier == DISK else b""
+            tier = tiers[replica]
+            # no slot has it: the same replica for all routers, so that it stays on one
+            home = _home(replica, adapter) if tier != SLOT else b""
             return busy, tier, -self._matched(replica, blocks), 0 if home else open_requests[replica], home
 
         return sorted(open_requests, key=key)

@@ -95,6 +95,22 @@ def test_a_report_is_believed_and_what_was_sent_since(steps: list[tuple[str, str
         assert all(policy.tier(replica, name) == SLOT for name in lately)
 
 
+@pytest.mark.parametrize("told", [["a"], ["b"], ["a", "b", "c"]])
+def test_adapters_that_all_began_with_are_spread(told: list[str]) -> None:
+    """Asked one after the other, whoever told first that it has them."""
+    names, policy = [f"a{i}" for i in range(48)], Policy(Affinity(slots=8, host=64))
+    for replica in told:
+        policy.update_adapters(replica, (), names)
+    homes = {}
+    for name in names:
+        homes[name] = policy.rank(IDLE, name, ())[0]
+        policy.sent(homes[name], name, ())
+    assert set(homes.values()) == set(IDLE)
+    for replica in IDLE:  # those that told nothing before tell it now, and nothing moves
+        policy.update_adapters(replica, [name for name in names if homes[name] == replica], names)
+    assert all(policy.rank(IDLE, name, ())[0] == home for name, home in homes.items())
+
+
 def test_where_adapters_are_decides_and_who_left_is_forgotten() -> None:
     policy = Policy(Affinity())
     policy.sent("a", "law", ())
