@@ -215,14 +215,14 @@ class ReferenceDeltaNet(DeltaBackend):
 def split_wide(fused: torch.Tensor, spec: DeltaNet) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, key_heads x (q, k, v, z of the head)] -> [q | k | v], z."""
     values = spec.value_width // spec.key_heads
-    heads = fused.unflatten(1, (spec.key_heads, -1))
+    heads = fused.view(len(fused), spec.key_heads, -1)
     q, k, v, z = (part.flatten(1) for part in torch.split(heads, [spec.key_dim, spec.key_dim, values, values], -1))
     return torch.cat((q, k, v), dim=-1), z
 
 
 def split_gates(fused: torch.Tensor, spec: DeltaNet) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, key_heads x (b, a of its value heads)] -> b, a [T, value_heads]."""
-    b, a = fused.unflatten(1, (spec.key_heads, -1)).chunk(2, dim=-1)
+    b, a = fused.view(len(fused), spec.key_heads, -1).chunk(2, dim=-1)
     return b.flatten(1), a.flatten(1)
 
 

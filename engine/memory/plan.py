@@ -36,6 +36,7 @@ _TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most
 _LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if that does not fit
 CPU_KV_SHARE, GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
 _STATE_SHARE = 0.5  # of the cache's memory, that states of running sequences may take
+_SNAPSHOT_SHARE = 0.5  # of what they leave on a GPU, that snapshots may take
 _RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
 _AGAIN = ("", "once more", "twice more")  # by copies
 
@@ -46,7 +47,7 @@ class MemoryPlan(DevicePlan):
     is what loaded adapters may take on the CPU, those at start included; `gpu_adapter_bytes` what those in slots may
     take on the GPU, beside the tables of their projections (None: no experts are computed there). `num_states`:
     sequences that may run at once in a model whose layers keep states (0: they keep none), `num_snapshots`: copies of
-    states that the prefix cache has beside them at most, each in the memory of `snapshot_blocks` blocks;
+    states that the prefix cache has beside them at most, each in the memory of `snapshot_blocks` blocks (0: its own);
     `kept_positions` of a running sequence may be kept beside its state. `notes` are printed; `remedies` are settings
     with which it would fit (empty if it does, or if none would do)."""
 
@@ -164,11 +165,18 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     per_token, affordable = inputs.kv_token_bytes, int(share * max(main.free_bytes - used, 0))
     each_state = source.config.state_bytes
     states = _states(inputs, affordable)
-    running = states * _running_bytes(inputs)
+    running = states * _running_bytes(inputs) + scratch_state_bytes(inputs)
     affordable = max(affordable - running, 0)
-    tokens, length, notes = _cache(inputs, affordable // per_token)
-    snapshot_blocks = -(-each_state // (KV_BLOCK_TOKENS * per_token))
-    snapshots = tokens // KV_BLOCK_TOKENS // snapshot_blocks if each_state and config.prefix_caching else 0
+    apart = _apart_bytes(inputs, affordable)
+    tokens, length, notes = _cache(inputs, (affordable - apart) // per_token)
+    snapshot_blocks = 0 if inputs.gpu is not None else -(-each_state // (KV_BLOCK_TOKENS * per_token))
+    snapshots = 0
+    if each_state and config.prefix_caching and inputs.gpu is None:
+        snapshots = tokens // KV_BLOCK_TOKENS // snapshot_blocks
+    elif each_state and config.prefix_caching:
+        snapshots = min(_wanted_snapshots(config), max(affordable - tokens * per_token, 0) // each_state)
+    if inputs.gpu is not None and snapshots:
+        items.append(Item(main.name, Kind.KV_CACHE, f"snapshots of states, {snapshots}", snapshots * each_state))
     if each_state:
         items.append(Item(main.name, Kind.KV_CACHE, f"states, {states} sequences", running))
         notes += _state_notes(inputs, states, snapshots, snapshot_blocks)
@@ -258,6 +266,32 @@ def _running_bytes(inputs: Inputs) -> int:
     return model.state_bytes + inputs.kept_positions * model.kept_bytes
 
 
+def scratch_state_bytes(inputs: Inputs) -> int:
+    """Of the slot beside a GPU's that padding rows write to."""
+    return 0 if inputs.gpu is None else inputs.source.config.state_bytes
+
+
+def _wanted_snapshots(config: EngineConfig) -> int:
+    """On a GPU, where memory that blocks leave cannot become that of snapshots: a conversation's last prompt's and last
+    answer's, of so many as run."""
+    return 2 * config.max_num_seqs if config.prefix_caching else 0
+
+
+def wanted_state_bytes(inputs: Inputs) -> int:
+    """Of running sequences and snapshots on a GPU, if memory allows."""
+    each, config = inputs.source.config.state_bytes, inputs.config
+    running = config.max_num_seqs * _running_bytes(inputs) + scratch_state_bytes(inputs)
+    return running + _wanted_snapshots(config) * each
+
+
+def _apart_bytes(inputs: Inputs, affordable: int) -> int:
+    """What snapshots have to themselves on a GPU, before the size of the cache is known; nothing if that was set."""
+    each = inputs.source.config.state_bytes
+    if inputs.gpu is None or not each or asked_tokens(inputs) is not None:
+        return 0
+    return min(_wanted_snapshots(inputs.config), int(_SNAPSHOT_SHARE * affordable) // each) * each
+
+
 def _state_notes(inputs: Inputs, states: int, snapshots: int, snapshot_blocks: int) -> list[str]:
     config, each = inputs.config, format_bytes(inputs.source.config.state_bytes)
     kept, notes = inputs.kept_positions * inputs.source.config.kept_bytes, []
@@ -268,11 +302,14 @@ def _state_notes(inputs: Inputs, states: int, snapshots: int, snapshot_blocks: i
             f"at most {states} requests run at the same time instead of {config.max_num_seqs}: the state of each takes "
             f"{each}"
         )
-    if snapshots:
+    if snapshots and inputs.gpu is not None:
+        notes.append(f"a snapshot of a state takes {each}, beside the KV cache")
+    elif snapshots:
         positions = snapshot_blocks * KV_BLOCK_TOKENS
         notes.append(f"a snapshot of a state takes {each} of the KV cache, as {positions} positions do")
     elif config.prefix_caching:
-        notes.append(f"the prefix cache is not used: a snapshot of a state takes {each}, more than the KV cache has")
+        has = "the KV cache has" if inputs.gpu is None else "is left beside the KV cache"
+        notes.append(f"the prefix cache is not used: a snapshot of a state takes {each}, more than {has}")
     return notes
 
 

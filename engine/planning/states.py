@@ -13,14 +13,13 @@ def check_states(config: EngineConfig, model: ModelConfig, placement: Placement)
     if not model.state_bytes:
         return
     keeps = "this model's linear attention layers keep a state of each sequence"
-    if placement.device != "cpu":
-        raise UserError(f"{keeps}, which is computed on the CPU alone: --device cpu serves it", "device")
     if config.tensor_parallel > 1:
         raise UserError(
             f"--tensor-parallel {config.tensor_parallel}: {keeps}, which ranks do not divide: leave it out",
             "tensor_parallel",
         )
-    if config.cuda_graphs == "padded":
+    if config.cuda_graphs == "padded" and "flashinfer" not in placement.used(".self_attn"):
         raise UserError(
-            f"--cuda-graphs padded: {keeps}, and padding rows have none: allowed are auto and off", "cuda_graphs"
+            f"--cuda-graphs padded: {keeps}, and here padding rows have none: allowed are auto and off",
+            "cuda_graphs",
         )

@@ -104,8 +104,8 @@ def test_prompts_and_decode_rows(kernel_device, name, dtype):
 
 
 def test_drafts(kernel_device):
-    """Rows that keep their inputs, of which the next row puts some into the state: behind a prompt, from a snapshot, with
-    copies on the way and at the same place; and a state of which nothing is known but its slot."""
+    """Rows that keep their inputs, of which the next row puts some into the state: behind a prompt, from a snapshot,
+    with copies on the way and at the same place; and a state of which nothing is known but its slot."""
     for name in ("fused", "gguf", "odd"):
         both = Both(SPECS[name], kernel_device, torch.float32, 2)
         both.run(step([6, 3], [6, 3], [RowState(0, NO_STATE, ((4, 5),)), RowState(1, NO_STATE, (), 0, True)]))
@@ -126,7 +126,7 @@ def test_drawn_steps(kernel_device, seed):
     lengths, kept, ready = [0] * 4, [0] * 4, [NO_STATE]
     for _ in range(6):
         rows = drawn.sample(range(4), drawn.randint(1, 4))
-        free = [slot for slot in range(4, 8)]
+        free = list(range(4, 8))
         layout: list[tuple[int, int, RowState]] = []
         for row in rows:
             replayed = drawn.randint(1, kept[row]) if kept[row] else 0
