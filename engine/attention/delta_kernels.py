@@ -1,6 +1,6 @@
 """Gated delta nets on a GPU: states float32 in slots, read and written by index.
 
-one token    `step_one`: the convolution, then decay, rule and gated norm. A state is read once and written once
+one token    `step_one`: convolution; decay and rule, which read a state once and write it once; gated norm
 longer rows  `run_rows`: chunks of up to 64 positions. What their tokens write solves a triangular system, all chunks at
              once; then each row goes from chunk to chunk by products. A state is read where a row begins, and written
              where it ends and where a copy is wanted
@@ -19,6 +19,7 @@ from engine.architectures.parts.delta import DeltaNet
 from engine.attention.delta import CHUNK, DeltaVectors
 
 _PRECISION = "tf32x3"
+_PART = 32  # of key_dim or value_dim that a program holds at a time
 _EPS = 1e-6  # beside the squares of a query or key
 
 
@@ -106,19 +107,20 @@ def _convolve_one(
 
 @triton.jit
 def _delta_one(
-    mixed, z, z_stride, b, a, gate_stride, table, table_stride, states, decay, dt_bias, norm, out, eps,
+    mixed, b, a, gate_stride, table, table_stride, states, decay, dt_bias, y,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    SHARED: tl.constexpr, CHANNELS: tl.constexpr, FUSED: tl.constexpr, FUSED_GATES: tl.constexpr, TILED: tl.constexpr,
+    SHARED: tl.constexpr, CHANNELS: tl.constexpr, FUSED_GATES: tl.constexpr, TILED: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads of values, rows)."""
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Grid (blocks of value_dim, heads of values, rows), so many and small that states are read at the memory's speed:
+    y [rows, heads, value_dim]."""
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     token = tl.load(table + row).to(tl.int64)
     source = tl.load(table + table_stride + row).to(tl.int64)
     slot = tl.load(table + 2 * table_stride + row).to(tl.int64)
     save = tl.load(table + 3 * table_stride + row).to(tl.int64)
     key_head = head % KEY_HEADS if TILED else head // SHARED
-    k_cols, v_cols = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    k_cols, v_cols = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     k_mask, v_mask = k_cols < KEY_DIM, v_cols < VALUE_DIM
     cell = head * KEY_DIM * VALUE_DIM + k_cols[:, None] * VALUE_DIM + v_cols[None, :]
     mask = k_mask[:, None] & v_mask[None, :]
@@ -138,16 +140,30 @@ def _delta_one(
     s += k[:, None] * change[None, :]
     tl.store(states + slot * size + cell, s, mask)
     tl.store(states + save * size + cell, s, mask & (save >= 0))
-    y = tl.sum(q[:, None] * s, 0)
-    y *= tl.rsqrt(tl.sum(y * y, 0) / VALUE_DIM + eps) * tl.load(norm + v_cols, v_mask, other=0.0)
+    tl.store(y + (row * VALUE_HEADS + head) * VALUE_DIM + v_cols, tl.sum(q[:, None] * s, 0), v_mask)
+
+
+@triton.jit
+def _norm_one(
+    y, z, z_stride, table, norm, out, eps,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SHARED: tl.constexpr,
+    FUSED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads of values, rows)."""
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = tl.load(table + row).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < VALUE_DIM
+    value = tl.load(y + (row * VALUE_HEADS + head) * VALUE_DIM + cols, mask, other=0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / VALUE_DIM + eps) * tl.load(norm + cols, mask, other=0.0)
     if FUSED:
         place = head // SHARED * (2 * KEY_DIM + 2 * SHARED * VALUE_DIM) + 2 * KEY_DIM
         place += (SHARED + head % SHARED) * VALUE_DIM
     else:
         place = head * VALUE_DIM
-    g = tl.load(z + token * z_stride + place + v_cols, v_mask, other=0.0).to(tl.float32)
-    y *= g / (1.0 + tl.exp(-g))
-    tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + v_cols, y.to(out.dtype.element_ty), v_mask)
+    g = tl.load(z + token * z_stride + place + cols, mask, other=0.0).to(tl.float32)
+    value *= g / (1.0 + tl.exp(-g))
+    tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + cols, value.to(out.dtype.element_ty), mask)
 
 
 def step_one(
@@ -172,13 +188,16 @@ def step_one(
         KERNEL=d.kernel, FUSED=d.fused, EPS=_EPS, BLOCK=max(key_block, value_block), num_warps=1,
     )  # fmt: skip
     a = gates[0][:, shared:] if d.fused_gates else gates[1]
-    block = key_block * value_block
-    _delta_one[(d.value_heads, rows)](
-        mixed, wide[-1], wide[-1].stride(0), gates[0], a, gates[0].stride(0), table, table.stride(0), slots.states,
-        vectors.decay, vectors.dt_bias, vectors.norm, out, vectors.norm_eps,
+    y, part = torch.empty((rows, d.value_heads, d.value_dim), dtype=torch.float32, device=out.device), _PART
+    _delta_one[(triton.cdiv(d.value_dim, part), d.value_heads, rows)](
+        mixed, gates[0], a, gates[0].stride(0), table, table.stride(0), slots.states, vectors.decay, vectors.dt_bias, y,
         KEY_HEADS=d.key_heads, VALUE_HEADS=d.value_heads, KEY_DIM=d.key_dim, VALUE_DIM=d.value_dim, SHARED=shared,
-        CHANNELS=d.channels, FUSED=d.fused, FUSED_GATES=d.fused_gates, TILED=d.tiled, BLOCK_K=key_block,
-        BLOCK_V=value_block, num_warps=8 if block >= 8192 else 4,
+        CHANNELS=d.channels, FUSED_GATES=d.fused_gates, TILED=d.tiled, BLOCK_K=key_block, BLOCK_V=part, num_warps=4,
+    )  # fmt: skip
+    _norm_one[(d.value_heads, rows)](
+        y, wide[-1], wide[-1].stride(0), table, vectors.norm, out, vectors.norm_eps,
+        VALUE_HEADS=d.value_heads, KEY_DIM=d.key_dim, VALUE_DIM=d.value_dim, SHARED=shared, FUSED=d.fused,
+        BLOCK=value_block, num_warps=1,
     )  # fmt: skip
 
 
@@ -277,7 +296,7 @@ def _solve_chunks(
     mixed, decay, rate, chunks, chunks_stride, known, grown, scores,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     SHARED: tl.constexpr, CHANNELS: tl.constexpr, TILED: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, heads of values). A^-1 of the unit triangle A of `delta_chunks`, and with it known [T, heads,
     value_dim] = A^-1 (rate v) and grown [T, heads, key_dim] = A^-1 (rate exp(G) k), which is to meet the state; scores
@@ -287,37 +306,46 @@ def _solve_chunks(
     length = tl.load(chunks + chunks_stride + chunk)
     key_head = head % KEY_HEADS if TILED else head // SHARED
     i, j = tl.arange(0, CHUNK), tl.arange(0, CHUNK)
-    k_cols, v_cols = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    cols = tl.arange(0, PART)[None, :]
     live = i < length
     sums = _sums(decay, begin, head, i, length, VALUE_HEADS)
     beta = tl.load(rate + (begin + i) * VALUE_HEADS + head, live, other=0.0)
     at = mixed + (begin + i[:, None]) * CHANNELS
-    k_mask = live[:, None] & (k_cols < KEY_DIM)
-    k = tl.load(at + (KEY_HEADS + key_head) * KEY_DIM + k_cols, k_mask, other=0.0)
-    q = tl.load(at + key_head * KEY_DIM + k_cols, k_mask, other=0.0)
+    at_k = at + (KEY_HEADS + key_head) * KEY_DIM + cols
+    of_queries = tl.zeros([CHUNK, CHUNK], tl.float32)
+    of_keys = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for part in range(0, KEY_DIM, PART):
+        mask = live[:, None] & (part + cols < KEY_DIM)
+        k = tl.load(at_k + part, mask, other=0.0)
+        q = tl.load(at + key_head * KEY_DIM + part + cols, mask, other=0.0)
+        of_queries += tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        of_keys += tl.dot(k, tl.trans(k), input_precision=PRECISION)
 
     lower = i[:, None] >= j[None, :]
     between = tl.where(lower, tl.exp(tl.where(lower, sums[:, None] - sums[None, :], 0.0)), 0.0)
-    found = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
     place = ((chunk * VALUE_HEADS + head) * CHUNK + i[:, None]) * CHUNK + j[None, :]
-    tl.store(scores + place, found)
+    tl.store(scores + place, of_queries * between)
 
     # the triangle below the diagonal, on its side: [j, i] is how token i depends on j
     earlier = i[:, None] < j[None, :]
     aside = tl.where(earlier, tl.exp(tl.where(earlier, sums[None, :] - sums[:, None], 0.0)), 0.0)
-    aside = tl.dot(k, tl.trans(k), input_precision=PRECISION) * aside * beta[None, :]
+    aside = of_keys * aside * beta[None, :]
     inverse = tl.where(i[:, None] == j[None, :], 1.0, 0.0)
     for token in range(1, length):
         on_others = tl.sum(tl.where(j[None, :] == token, aside, 0.0), 1)
         through = tl.sum(on_others[:, None] * inverse, 0)
         inverse -= tl.where(i[:, None] == token, through[None, :], 0.0)
 
-    grow = tl.dot(inverse, k * (beta * tl.exp(sums))[:, None], input_precision=PRECISION)
-    tl.store(grown + ((begin + i[:, None]) * VALUE_HEADS + head) * KEY_DIM + k_cols, grow, k_mask)
-    v_mask = live[:, None] & (v_cols < VALUE_DIM)
-    v = tl.load(at + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v_cols, v_mask, other=0.0)
-    know = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
-    tl.store(known + ((begin + i[:, None]) * VALUE_HEADS + head) * VALUE_DIM + v_cols, know, v_mask)
+    grow = (beta * tl.exp(sums))[:, None]
+    for part in range(0, KEY_DIM, PART):
+        mask = live[:, None] & (part + cols < KEY_DIM)
+        found = tl.dot(inverse, tl.load(at_k + part, mask, other=0.0) * grow, input_precision=PRECISION)
+        tl.store(grown + ((begin + i[:, None]) * VALUE_HEADS + head) * KEY_DIM + part + cols, found, mask)
+    for part in range(0, VALUE_DIM, PART):
+        mask = live[:, None] & (part + cols < VALUE_DIM)
+        v = tl.load(at + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + part + cols, mask, other=0.0)
+        found = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
+        tl.store(known + ((begin + i[:, None]) * VALUE_HEADS + head) * VALUE_DIM + part + cols, found, mask)
 
 
 @triton.jit
@@ -410,7 +438,7 @@ def run_rows(
     _convolve_chunks[(held.count, 2 * d.key_heads + heads)](
         qkv, qkv.stride(0), *tables, slots.past, vectors.conv, mixed, d.key_dim**-0.5,
         KEY_HEADS=d.key_heads, KEY_DIM=d.key_dim, VALUE_DIM=d.value_dim, CHANNELS=d.channels, KERNEL=d.kernel, EPS=_EPS,
-        CHUNK=CHUNK, BLOCK=max(key_block, value_block), num_warps=4,
+        CHUNK=CHUNK, BLOCK=max(key_block, value_block), num_warps=8,
     )  # fmt: skip
     _keep_past[(held.num_rows, triton.cdiv(d.channels, 128))](
         qkv, qkv.stride(0), *tables, slots.past, CHANNELS=d.channels, KERNEL=d.kernel, BLOCK=128, num_warps=1,
@@ -420,10 +448,9 @@ def run_rows(
     _solve_chunks[(held.count, heads)](
         mixed, decay, rate, held.chunks, held.chunks.stride(0), known, grown, scores,
         KEY_HEADS=d.key_heads, VALUE_HEADS=heads, KEY_DIM=d.key_dim, VALUE_DIM=d.value_dim, SHARED=shared,
-        CHANNELS=d.channels, TILED=d.tiled, PRECISION=_PRECISION, CHUNK=CHUNK, BLOCK_K=key_block,
-        BLOCK_V=value_block, num_warps=4,
+        CHANNELS=d.channels, TILED=d.tiled, PRECISION=_PRECISION, CHUNK=CHUNK, PART=_PART, num_warps=4, num_stages=1,
     )  # fmt: skip
-    part = min(32, value_block)
+    part = _PART
     y = empty(tokens, heads, d.value_dim)
     _run_rows[(held.num_rows, heads, triton.cdiv(d.value_dim, part))](
         mixed, decay, known, grown, scores, *tables, slots.states, y,
