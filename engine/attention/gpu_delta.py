@@ -181,14 +181,15 @@ class GpuDeltaNet(DeltaBackend):
         return out
 
     def _with_kept(self, layer: int, ruled: Ruled, cut: _Cut) -> Ruled:
-        """Behind the step's tokens, those of rows that begin with kept positions once more."""
+        """Behind the step's tokens, those of rows that begin with kept positions once more. What is kept in float32 has
+        the values of narrower inputs."""
         if not cut.behind:
             return ruled
         parts = [ruled]
         for slot, replayed, begin, end in cut.behind:
             parts += [self._kept[layer].cut(slot).cut(slice(replayed)), ruled.cut(slice(begin, end))]
         return Ruled(
-            torch.cat([part.qkv.float() for part in parts]),
+            torch.cat([part.qkv.to(ruled.qkv.dtype) for part in parts]),
             torch.cat([part.decay for part in parts]),
             torch.cat([part.rate for part in parts]),
         )
