@@ -44,7 +44,7 @@ def gpu_delta_limit(spec: DeltaNet) -> str | None:
 @dataclass
 class _Cut:
     """A step's rows as the kernels take them. `single`: rows of one token as (token, source, slot, copy); `chunks` and
-    `rows`: the longer ones as `delta_kernels.Chunks` has them."""
+    `rows`: the longer ones as `delta_chunk_kernels.Chunks` has them."""
 
     single: list[tuple[int, int, int, int]] = field(default_factory=list)
     chunks: list[tuple[int, ...]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class _Planned:
 
     cut: _Cut
     single: torch.Tensor
-    longer: Any = None  # delta_kernels.Chunks
+    longer: Any = None  # delta_chunk_kernels.Chunks
 
 
 class GpuDeltaNet(DeltaBackend):
@@ -119,6 +119,7 @@ class GpuDeltaNet(DeltaBackend):
         self, spec: DeltaNet, layers: Sequence[int], slots: StateSlots, device: torch.device, max_rows: int
     ) -> None:
         self._kernels: Any = importlib.import_module("engine.attention.delta_kernels")
+        self._chunks: Any = importlib.import_module("engine.attention.delta_chunk_kernels")
         self._spec, self._device, self._scratch = spec, device, slots.count
         states = (slots.count + 1, spec.value_heads, spec.key_dim, spec.value_dim)
         past = (slots.count + 1, spec.kernel - 1, spec.channels)
@@ -148,7 +149,7 @@ class GpuDeltaNet(DeltaBackend):
             single = self._sent(cut.single, 4)
             if cut.chunks:
                 chunks, rows = self._sent(cut.chunks, 5), self._sent(cut.rows, 7)
-                longer = self._kernels.Chunks(chunks, len(cut.chunks), rows, len(cut.rows))
+                longer = self._chunks.Chunks(chunks, len(cut.chunks), rows, len(cut.rows))
         self._planned = _Planned(cut, single, longer)
 
     def _sent(self, rows: Sequence[tuple[int, ...]], fields: int) -> torch.Tensor:
@@ -173,7 +174,7 @@ class GpuDeltaNet(DeltaBackend):
                 qkv, (vectors.decay * F.softplus(a + vectors.dt_bias)).contiguous(), torch.sigmoid(b).contiguous()
             )
             held = self._with_kept(layer, ruled, planned.cut)
-            self._kernels.run_rows(
+            self._chunks.run_rows(
                 held.qkv, z, held.decay, held.rate, vectors, spec, slots, planned.longer, out
             )  # before what is kept of the row before is overwritten
             for slot, begin, end in planned.cut.keeps:
