@@ -29,7 +29,7 @@ from engine.device import to_device
 from engine.errors import EngineError
 from scheduler.plan import NO_STATE, RowState
 
-_MAX_DIM = 256
+_MAX_DIM = 128  # beyond it chunks take more shared memory than some GPUs have
 _ALIGNED = 16  # columns of a table: kernels are compiled again for addresses that are aligned otherwise
 
 
@@ -134,7 +134,7 @@ class GpuDeltaNet(DeltaBackend):
         }
         self._table = torch.zeros(4, _wide(max_rows), dtype=torch.int32, device=device)
         self._planned: _Planned | None = None
-        self.notes = ("delta nets: Triton kernels, one launch for all rows of one token, chunks of 64 for longer ones",)
+        self.notes = ("delta nets: Triton kernels, rows of one token all at once, longer ones in chunks of 64",)
 
     def plan(self, batch: BatchLayout) -> None:
         check_layout(batch)
