@@ -124,8 +124,8 @@ class ReferenceDeltaNet(DeltaBackend):
             raise EngineError("plan() comes before mix()")
         batch, spec, w = self._batch, self._spec, vectors
         wide = [part.float() for part in given.wide]
-        qkv, z = self._wide(wide[0]) if spec.fused else wide
-        b, a = self._gates(given.gates[0]) if spec.fused_gates else given.gates
+        qkv, z = split_wide(wide[0], spec) if spec.fused else wide
+        b, a = split_gates(given.gates[0], spec) if spec.fused_gates else given.gates
         ruled = Ruled(qkv, w.decay * F.softplus(a + w.dt_bias), torch.sigmoid(b))
         out = qkv.new_empty((len(qkv), spec.value_heads, spec.value_dim))
         starts, single = batch.row_starts, []
@@ -139,19 +139,6 @@ class ReferenceDeltaNet(DeltaBackend):
             self._single(layer, single, batch, ruled, w.conv, out)
         normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm_eps) * w.norm
         return (normed.flatten(1) * F.silu(z)).to(given.wide[0].dtype)
-
-    def _wide(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, key_heads x (q, k, v, z of the head)] -> [q | k | v], z."""
-        spec = self._spec
-        values = spec.value_width // spec.key_heads
-        heads = fused.view(len(fused), spec.key_heads, -1)
-        q, k, v, z = (part.flatten(1) for part in torch.split(heads, [spec.key_dim, spec.key_dim, values, values], -1))
-        return torch.cat((q, k, v), dim=-1), z
-
-    def _gates(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, key_heads x (b, a of its value heads)] -> b, a [T, value_heads]."""
-        b, a = fused.view(len(fused), self._spec.key_heads, -1).chunk(2, dim=-1)
-        return b.flatten(1), a.flatten(1)
 
     def _row(
         self, layer: int, row: int, batch: BatchLayout, given: Ruled, conv: torch.Tensor, out: torch.Tensor
@@ -223,6 +210,20 @@ class ReferenceDeltaNet(DeltaBackend):
         s += k[..., None] * change[:, :, None]
         self.states[layer][slots] = s
         out[tokens] = (q[:, :, None] @ s)[:, :, 0]
+
+
+def split_wide(fused: torch.Tensor, spec: DeltaNet) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, key_heads x (q, k, v, z of the head)] -> [q | k | v], z."""
+    values = spec.value_width // spec.key_heads
+    heads = fused.view(len(fused), spec.key_heads, -1)
+    q, k, v, z = (part.flatten(1) for part in torch.split(heads, [spec.key_dim, spec.key_dim, values, values], -1))
+    return torch.cat((q, k, v), dim=-1), z
+
+
+def split_gates(fused: torch.Tensor, spec: DeltaNet) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, key_heads x (b, a of its value heads)] -> b, a [T, value_heads]."""
+    b, a = fused.view(len(fused), spec.key_heads, -1).chunk(2, dim=-1)
+    return b.flatten(1), a.flatten(1)
 
 
 def _convolved(qkv: torch.Tensor, seen: torch.Tensor, conv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,7 +91,7 @@ def _assemble(
         runner.notes += leader.notes
     if backends.cache is not None:
         runner.notes += backends.cache.report()
-    if plan.memory.num_snapshots:
+    if plan.memory.num_snapshots and plan.memory.snapshot_blocks:
         runner.idle_memory = IdleMemory(*_planes(model.attention_backends))
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
     if backends.device.type == "cuda":

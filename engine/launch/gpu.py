@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from engine.architectures.parts.delta import DeltaNet
-from engine.attention.base import BLOCK_SIZE
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
+from engine.attention.base import BLOCK_SIZE, CacheBackend
 from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.gpu_delta import GpuDeltaNet, gpu_delta_limit
 from engine.experts.base import ExpertBackend
 from engine.experts.bridge.backend import CudaBridge
 from engine.experts.gpu.backend import GpuExperts
@@ -19,7 +22,15 @@ from engine.experts.kt.stream import KtStreamExperts
 from engine.experts.other_rank import OtherRankExperts
 from engine.experts.reference import ReferenceExperts
 from engine.experts.streamed.backend import StreamedExperts
-from engine.launch.shared import Shared, attention_of, native_experts, pack_cache, reference_attention, ropes
+from engine.launch.shared import (
+    Shared,
+    attention_of,
+    native_experts,
+    pack_cache,
+    reference_attention,
+    ropes,
+    state_slots,
+)
 from engine.linear.base import LinearBackend
 from engine.linear.gpu import GpuLinearBackend
 from engine.linear.reference import ReferenceLinearBackend
@@ -39,7 +50,7 @@ def gpu_backends(plan: EnginePlan) -> Backends:
     device = torch.device(placement.device)
     device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)  # kernels are launched on the current device
-    slots, rank = config.max_adapter_slots, config.max_adapter_rank
+    slots, rank, seqs = config.max_adapter_slots, config.max_adapter_rank, config.max_num_seqs
     experts_choice = next((c for name, c in placement.choices.items() if name.endswith(".mlp.experts")), None)
     expert_device = torch.device("cpu") if experts_choice and experts_choice.device == "cpu" else device
     sizes: dict[str, Any] = {"max_rows": plan.token_budget, "max_slots": slots, "max_rank": rank}
@@ -76,27 +87,27 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         )
 
     in_torch = reference_attention(plan, device)
+
+    def in_kernels(spec: GroupedQuery | Latent | DeltaNet, layers: list[int]) -> CacheBackend:
+        if isinstance(spec, DeltaNet):
+            held = state_slots(plan)
+            return in_torch(spec, layers) if gpu_delta_limit(spec) else GpuDeltaNet(spec, layers, held, device, seqs)
+        return FlashInferAttention(
+            spec,
+            layers,
+            plan.cache_blocks,
+            dtype,
+            device,
+            seqs,
+            -(-plan.max_model_len // BLOCK_SIZE),
+            kv_dtype=plan.precision.kv,
+            prefill=placement.attention_option("prefill", "auto"),
+        )
+
     attention = attention_of(
         model,
         lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
-        {
-            "reference": in_torch,
-            "flashinfer": lambda spec, layers: (
-                in_torch(spec, layers)
-                if isinstance(spec, DeltaNet)
-                else FlashInferAttention(
-                    spec,
-                    layers,
-                    plan.cache_blocks,
-                    dtype,
-                    device,
-                    config.max_num_seqs,
-                    -(-plan.max_model_len // BLOCK_SIZE),
-                    kv_dtype=plan.precision.kv,
-                    prefill=placement.attention_option("prefill", "auto"),
-                )
-            ),
-        },
+        {"reference": in_torch, "flashinfer": in_kernels},
     )
     experts: Shared[ExpertBackend] = Shared(
         "experts",

@@ -14,7 +14,7 @@ from engine.model.step import OutputKind
 from engine.planning.plan import EnginePlan, computes_chunks
 from engine.steps.inputs import StepArrays
 from engine.steps.runner import ModelRunner
-from scheduler.plan import StepPlan, StepRow
+from scheduler.plan import NO_STATE, RowState, StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 
 SHORT = (5, 48)  # tokens: a GPU's kernels differ in their tiles, and are compiled again for odd numbers
@@ -44,7 +44,8 @@ def run_prompt(runner: ModelRunner, tokens: int, slot: int, scratch_block: int) 
     and values go to a block that belongs to no request."""
     table = array("i", [scratch_block] * -(-tokens // BLOCK_SIZE))
     request = Request("", [0] * tokens, SamplingParams(temperature=0.0))
-    arrays = StepArrays.of(StepPlan(0, [StepRow(request, 0, tokens, slot, True)], [table]), {})
+    state = RowState(NO_STATE, NO_STATE) if runner.model.keeps_states else None
+    arrays = StepArrays.of(StepPlan(0, [StepRow(request, 0, tokens, slot, True, state=state)], [table]), {})
     with runner.computing():
         runner.model.begin_step(tokens, lora=slot > 0, eager=True, slots={slot} - {0})
         given = runner.step_input(arrays, every=True, greedy=False)

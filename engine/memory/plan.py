@@ -25,6 +25,7 @@ from engine.memory.costs import (
 )
 from engine.memory.items import DevicePlan, Item, Kind
 from engine.memory.limits import Memory
+from engine.memory.states import StateSizes
 from engine.units import format_bytes, parse_bytes
 from scheduler.drafts.gain import MOST_DRAFTS
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 _TYPICAL_LEN = 4096  # what one request is assumed to need of the cache, at most
 _LEAST_TOKENS = 2048  # an automatic cache is never planned smaller, even if that does not fit
 CPU_KV_SHARE, GPU_KV_SHARE = 0.5, 0.9  # of what the rest leaves free
-_STATE_SHARE = 0.5  # of the cache's memory, that states of running sequences may take
 _RESERVE, _RESERVE_SHARE = 256 << 20, 0.02
 _AGAIN = ("", "once more", "twice more")  # by copies
 
@@ -46,7 +46,7 @@ class MemoryPlan(DevicePlan):
     is what loaded adapters may take on the CPU, those at start included; `gpu_adapter_bytes` what those in slots may
     take on the GPU, beside the tables of their projections (None: no experts are computed there). `num_states`:
     sequences that may run at once in a model whose layers keep states (0: they keep none), `num_snapshots`: copies of
-    states that the prefix cache has beside them at most, each in the memory of `snapshot_blocks` blocks;
+    states that the prefix cache has beside them at most, each in the memory of `snapshot_blocks` blocks (0: its own);
     `kept_positions` of a running sequence may be kept beside its state. `notes` are printed; `remedies` are settings
     with which it would fit (empty if it does, or if none would do)."""
 
@@ -124,6 +124,10 @@ class Inputs:
         """Where everything but CPU experts lies."""
         return self.gpu or self.cpu
 
+    @property
+    def states(self) -> StateSizes:
+        return StateSizes(self.config, self.source.config, self.kept_positions, self.gpu is not None)
+
 
 def plan_memory(inputs: Inputs) -> MemoryPlan:
     """UserError for settings that contradict one another."""
@@ -162,16 +166,18 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     used = sum(item.num_bytes for item in items if item.device == main.name)
     share = CPU_KV_SHARE if inputs.gpu is None else GPU_KV_SHARE
     per_token, affordable = inputs.kv_token_bytes, int(share * max(main.free_bytes - used, 0))
-    each_state = source.config.state_bytes
-    states = _states(inputs, affordable)
-    running = states * _running_bytes(inputs)
+    sizes = inputs.states
+    states = sizes.running(affordable)
+    running = states * sizes.running_bytes + sizes.scratch_bytes
     affordable = max(affordable - running, 0)
-    tokens, length, notes = _cache(inputs, affordable // per_token)
-    snapshot_blocks = -(-each_state // (KV_BLOCK_TOKENS * per_token))
-    snapshots = tokens // KV_BLOCK_TOKENS // snapshot_blocks if each_state and config.prefix_caching else 0
-    if each_state:
+    apart = sizes.apart_bytes(affordable) if asked_tokens(inputs) is None else 0
+    tokens, length, notes = _cache(inputs, (affordable - apart) // per_token)
+    snapshots, snapshot_blocks = sizes.snapshots(tokens, per_token, affordable)
+    if states:
         items.append(Item(main.name, Kind.KV_CACHE, f"states, {states} sequences", running))
-        notes += _state_notes(inputs, states, snapshots, snapshot_blocks)
+    if snapshots and inputs.gpu is not None:
+        items.append(Item(main.name, Kind.KV_CACHE, f"snapshots of states, {snapshots}", snapshots * sizes.each))
+    notes += sizes.notes(states, snapshots, snapshot_blocks)
     items.append(Item(main.name, Kind.KV_CACHE, f"KV cache, {tokens} tokens", tokens * per_token))
     notes.append(f"a position takes {per_token} bytes of the KV cache")
     left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
@@ -208,7 +214,7 @@ def _plan(inputs: Inputs) -> MemoryPlan:
         states,
         snapshots,
         snapshot_blocks,
-        inputs.kept_positions if each_state else 0,
+        inputs.kept_positions if states else 0,
     )
 
 
@@ -244,36 +250,6 @@ def _expert_items(inputs: Inputs) -> list[Item]:
         device = inputs.main if backend == "gpu" else inputs.cpu
         items.append(Item(device.name, Kind.EXPERTS, f"experts, {len(layers)} layers on {backend}", sum(layers)))
     return items
-
-
-def _states(inputs: Inputs, affordable: int) -> int:
-    """Of running sequences, in their share of the bytes that the cache may take; at least one, if layers keep any."""
-    each = _running_bytes(inputs)
-    return max(1, min(inputs.config.max_num_seqs, int(_STATE_SHARE * affordable) // each)) if each else 0
-
-
-def _running_bytes(inputs: Inputs) -> int:
-    """Of a running sequence's state, and of what it keeps of drafts."""
-    model = inputs.source.config
-    return model.state_bytes + inputs.kept_positions * model.kept_bytes
-
-
-def _state_notes(inputs: Inputs, states: int, snapshots: int, snapshot_blocks: int) -> list[str]:
-    config, each = inputs.config, format_bytes(inputs.source.config.state_bytes)
-    kept, notes = inputs.kept_positions * inputs.source.config.kept_bytes, []
-    if kept:
-        notes.append(f"drafts take {format_bytes(kept)} beside the state of each running request")
-    if states < config.max_num_seqs:
-        notes.append(
-            f"at most {states} requests run at the same time instead of {config.max_num_seqs}: the state of each takes "
-            f"{each}"
-        )
-    if snapshots:
-        positions = snapshot_blocks * KV_BLOCK_TOKENS
-        notes.append(f"a snapshot of a state takes {each} of the KV cache, as {positions} positions do")
-    elif config.prefix_caching:
-        notes.append(f"the prefix cache is not used: a snapshot of a state takes {each}, more than the KV cache has")
-    return notes
 
 
 def _cache(inputs: Inputs, affordable: int) -> tuple[int, int, list[str]]:

@@ -12,6 +12,7 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.attention.base import BatchLayout
+from engine.attention.delta import DeltaBackend
 from engine.errors import ExpertBackendError
 from engine.experts.capabilities import ExpertCounters, ExpertPlaces
 from engine.linear.base import Adapted, Linear, LoraBatch
@@ -69,6 +70,7 @@ class CausalLM:
         self.slots_with_extra_mlps: set[int] = set()
         attentions = [layer.attention.backend for layer in layers]
         self.attention_backends = list({id(backend): backend for backend in attentions}.values())
+        self.keeps_states = any(isinstance(backend, DeltaBackend) for backend in self.attention_backends)
         self.sparse = {layer.index: layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)}
         self.expert_backends = list({id(mlp.backend): mlp.backend for mlp in self.sparse.values()}.values())
         buffers = [mlp.task.buffers for mlp in self.sparse.values()]

@@ -292,6 +292,7 @@ def _hot_bytes(inputs: Inputs, placement: Placement, items: Sequence[Item], aske
     used += reserve_bytes(gpu)
     kv_tokens = asked_tokens(inputs)
     kv_bytes = (kv_tokens or int(wanted_tokens(config, model) / GPU_KV_SHARE)) * inputs.kv_token_bytes
+    kv_bytes += int(inputs.states.wanted_bytes / GPU_KV_SHARE)
     left = max(gpu.free_bytes - used, 0)
     each = expert_bytes(inputs.source, inputs.activation_bytes, inputs.expert_quantise)
     return hot_expert_bytes(model, left, kv_bytes, each, asked=kv_tokens is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.architectures.config import ModelConfig
+from engine.attention.gpu_delta import gpu_delta_limit
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.planning.placement import Placement
@@ -13,14 +14,14 @@ def check_states(config: EngineConfig, model: ModelConfig, placement: Placement)
     if not model.state_bytes:
         return
     keeps = "this model's linear attention layers keep a state of each sequence"
-    if placement.device != "cpu":
-        raise UserError(f"{keeps}, which is computed on the CPU alone: --device cpu serves it", "device")
     if config.tensor_parallel > 1:
         raise UserError(
             f"--tensor-parallel {config.tensor_parallel}: {keeps}, which ranks do not divide: leave it out",
             "tensor_parallel",
         )
-    if config.cuda_graphs == "padded":
+    pads = placement.used(".self_attn") == ["flashinfer"] and not any(map(gpu_delta_limit, model.delta_nets))
+    if config.cuda_graphs == "padded" and not pads:
         raise UserError(
-            f"--cuda-graphs padded: {keeps}, and padding rows have none: allowed are auto and off", "cuda_graphs"
+            f"--cuda-graphs padded: {keeps}, and here padding rows have none: allowed are auto and off",
+            "cuda_graphs",
         )

@@ -14,15 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
-from engine.config import EngineConfig
 from engine.errors import EngineError, ModelFileError, UserError
 from engine.lora.files.convert import convert
 from engine.model.native_executor import NativeExecutor
 from engine.model.step import OutputKind, StepInput
-from engine.planning.placement import choose
-from engine.planning.states import check_states
 from engine.weights.open import open_model
-from rules import Machine
 from scheduler.plan import NO_STATE, Idle, RowState
 from testing.harness import Harness, greedy
 from testing.models.gguf_writer import save_gguf
@@ -254,15 +250,6 @@ def test_what_states_do_not_allow_is_refused(model_folder, setting):
     with pytest.raises(UserError, match="keep a state of each sequence") as caught:
         Harness(model_folder[1], **setting)
     assert caught.value.field == next(iter(setting))
-
-
-def test_a_gpu_is_refused(model_folder):
-    source = open_model(str(model_folder[1]))
-    config = EngineConfig(model=str(model_folder[1]), device="cuda", rules="reference")
-    placement = choose(config, source.config, Machine(gpu=True))
-    with pytest.raises(UserError, match="--device cpu serves it") as caught:
-        check_states(config, source.config, placement)
-    assert caught.value.field == "device"
 
 
 def test_training_beside_serving_is_refused(model_folder):

@@ -425,6 +425,30 @@ def test_states_never_take_more_than_half_of_the_caches_memory(stateful: WeightS
     assert bool(said) == (made.num_states < seqs)
 
 
+def test_on_a_gpu_snapshots_have_memory_of_their_own(stateful: WeightSource) -> None:
+    """A prompt's and an answer's of as many as run, where memory allows; a slot more is for padding rows."""
+    gpu = Memory("GPU 0", 4 * GIB, 8 * GIB)
+    made = plan(stateful, gpu=gpu, max_num_seqs=6, kv_cache_tokens=32768)
+    assert (made.num_states, made.num_snapshots, made.snapshot_blocks) == (6, 12, 0)
+    assert kept(made) == {
+        "states, 6 sequences": 7 * EACH, "snapshots of states, 12": 12 * EACH, "KV cache, 32768 tokens": 32768 * 256,
+    }  # fmt: skip
+    assert all(item.device == "GPU 0" for item in made.items if item.kind is Kind.KV_CACHE)
+    assert any(note.endswith(", beside the KV cache") for note in made.notes)
+    assert plan(stateful, gpu=gpu, prefix_caching=False).num_snapshots == 0
+
+
+@given(st.integers(300 * MIB, 2 * GIB), st.integers(1, 4000))
+def test_on_a_gpu_all_of_it_fits(stateful: WeightSource, free: int, seqs: int) -> None:
+    made = plan(stateful, gpu=Memory("GPU 0", free, free), max_num_seqs=seqs, max_num_batched_tokens=4000)
+    if made.short:
+        return
+    parts = list(kept(made).values())
+    assert made.num_snapshots <= 2 * seqs and len(parts) == 2 + bool(made.num_snapshots)
+    assert made.num_states < 2 or parts[0] - EACH <= sum(parts)
+    assert made.needed(made.devices[0]) <= free
+
+
 def test_models_without_states_have_none(source: WeightSource) -> None:
     made = plan(source)
     assert (made.num_states, made.num_snapshots) == (0, 0)

@@ -26,7 +26,9 @@ from engine.model.load import Progress
 from engine.model.step import Executor, StepInput, Trace
 from engine.steps.graphs.inputs import PaddedInputs
 from engine.steps.inputs import StepArrays
-from scheduler.plan import StepPlan
+from scheduler.plan import NO_STATE, RowState, StepPlan
+
+_SCRATCH = RowState(NO_STATE, NO_STATE)  # of a padding row
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,11 @@ class PaddedDecode:
         return [False, True] if self.inputs.adapter_slots else [False]
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether every row brings one token and samples, and no adapter has MLPs of its own (never captured)."""
+        """Whether every row brings one token and samples, none has drafts to put into its state first, and no adapter
+        has MLPs of its own (never captured)."""
         if not 1 <= len(plan.rows) <= self.buckets[-1]:
             return False
-        if not plan.single:
+        if not plan.single or any(row.state is not None and row.state.replayed for row in plan.rows):
             return False
         apart = self.model.slots_with_extra_mlps
         return not apart or apart.isdisjoint([row.adapter_slot for row in plan.rows])
@@ -148,6 +151,7 @@ class PaddedDecode:
             positions=self.inputs["positions"][:bucket],
             slot_mapping=self.inputs["slot_mapping"][:bucket],
             padded=True,
+            states=[*step.states, *[_SCRATCH] * padding] if self.model.keeps_states else [],
         )
 
 

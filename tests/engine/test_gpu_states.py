@@ -1,0 +1,75 @@
+"""Models whose layers keep states, planned for a GPU that is not here."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.attention.delta import StateSlots
+from engine.attention.gpu_delta import GpuDeltaNet, gpu_delta_limit
+from engine.config import EngineConfig
+from engine.errors import UserError
+from engine.launch.shared import state_slots
+from engine.memory.items import Kind
+from engine.memory.limits import Memory
+from engine.planning import plan as build
+from rules import Machine
+from testing.models.tiny import STATEFUL, save_hf, tiny_model
+
+GPU = Machine(gpu=True, native=True, flashinfer=True, gpu_count=1)
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path):
+    """plan_engine() beside a GPU."""
+
+    def plan(family="qwen3_next", machine=GPU, free=8 << 30, **settings):
+        save_hf(tiny_model(family=family, head_dim=256), tmp_path)
+        monkeypatch.setattr(build, "find_machine", lambda config, model: machine)
+        monkeypatch.setattr(build, "gpu_memory", lambda device: Memory("GPU 0", free, free))
+        return build.plan_engine(EngineConfig(**{"model": str(tmp_path), "dtype": "bfloat16", **settings}))
+
+    return plan
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize("experts", [None, "native", "gpu", "hybrid"])
+def test_states_are_planned_on_the_gpu(planned, family, experts):
+    made = planned(family, expert_backend=experts)
+    assert made.placement.device == "cuda" and made.placement.used(".self_attn") == ["flashinfer"]
+    memory = made.memory
+    assert (memory.num_states, memory.num_snapshots, memory.snapshot_blocks) == (32, 64, 0)
+    assert state_slots(made) == StateSlots(96, 32, 0)
+    held = {item.label: item.device for item in memory.items if item.kind is Kind.KV_CACHE}
+    assert set(held.values()) == {"GPU 0"} and {"states, 32 sequences", "snapshots of states, 64"} < set(held)
+    assert any("a snapshot of a state takes" in line and "beside the KV cache" in line for line in made.lines)
+
+
+def test_drafts_have_room_beside_states(planned):
+    assert planned(speculate="ngram:4").memory.kept_positions == 5
+
+
+def test_in_float32_torch_computes(planned):
+    made = planned(dtype="float32")
+    assert made.placement.used(".self_attn") == ["reference"] and made.placement.device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"tensor_parallel": 2, "machine": Machine(gpu=True, native=True, flashinfer=True, gpu_count=2)}, None),
+        ({"kv_disk": "1GiB"}, "kv_disk"),
+        ({"cuda_graphs": "padded", "dtype": "float32"}, "cuda_graphs"),
+    ],
+    ids=["ranks", "disk", "padded"],
+)
+def test_what_is_refused(planned, settings, field):
+    with pytest.raises(UserError) as caught:
+        planned(**settings)
+    assert caught.value.field == (field or "tensor_parallel")
+
+
+def test_sizes_that_the_kernels_do_not_take(planned):
+    (spec,) = planned().source.config.delta_nets
+    assert gpu_delta_limit(spec) is None and GpuDeltaNet.captures
+    wide = type(spec)(1, 1, 16, 512, 4, fused=True, fused_gates=True)
+    assert gpu_delta_limit(wide) == "linear_value_head_dim 512 is over 128"
