@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -29,6 +28,7 @@ from engine.weights.open import open_model
 from rules import Machine
 from testing.harness import Harness, full_logits, greedy
 from testing.models.gguf_writer import save_gguf
+from testing.models.mxfp4 import save_mxfp4
 from testing.models.tiny import save_hf, tiny_model
 from tests.engine.parity import BACKENDS, CLEAR, expect_preempted, prompts
 from tests.engine.test_lora_serving import Family
@@ -84,27 +84,6 @@ def test_both_spellings_are_one_config() -> None:
 def test_refused_by_name(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelFileError, match=said):
         config_from_hf(HUB | change)
-
-
-def as_mxfp4(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
-    """The folder as OpenAI's files are, experts in MXFP4; the model of the values that they hold."""
-    held = save_gguf(model, folder / "m.gguf", "MXFP4", "F32")
-    save_hf(model, folder)
-    stored = load_file(folder / "model.safetensors")
-    for name, parameter in held.named_parameters():
-        if name.endswith(("gate_up_proj", "down_proj")) and ".experts." in name:
-            rows = parameter.detach().transpose(1, 2).contiguous()
-            blocks = torch.from_numpy(gguf.quants.quantize(rows.numpy(), gguf.GGMLQuantizationType.MXFP4))
-            blocks = blocks.reshape(*rows.shape[:2], -1, 17)
-            quants = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1).unflatten(-1, (16, 2))
-            del stored[name]
-            stored[f"{name}_scales"] = blocks[..., 0].clone()
-            stored[f"{name}_blocks"] = quants[..., 0] | quants[..., 1] << 4
-    save_file(stored, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    (folder / "m.gguf").unlink()
-    return held
 
 
 @st.composite
@@ -184,7 +163,7 @@ def test_every_form_on_disk_gives_the_same_tokens(tmp_path: Path, form: str, bac
     model = held = tiny(4, num_hidden_layers=2)
     path = tmp_path
     if form == "mxfp4":
-        held = as_mxfp4(model, path)
+        held = save_mxfp4(model, path)
     elif form == "hf":
         save_hf(model, path)
     else:
@@ -210,7 +189,7 @@ def test_gguf_metadata_gives_the_same_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gate_up_proj_blocks", "down_proj_scales", "gate_up_proj_bias"])
 @pytest.mark.parametrize("fault", ["missing", "shape"])
 def test_parts_of_experts_that_are_missing_or_misshapen(tmp_path: Path, name: str, fault: str) -> None:
-    as_mxfp4(tiny(1), tmp_path)
+    save_mxfp4(tiny(1), tmp_path)
     stored, name = load_file(tmp_path / "model.safetensors"), f"model.layers.1.mlp.experts.{name}"
     held = stored.pop(name)
     if fault == "shape":
@@ -284,7 +263,7 @@ def planned(path: Path, **config: Any) -> Any:
 
 
 def test_check_and_plan(tmp_path: Path) -> None:
-    as_mxfp4(tiny(1), tmp_path)
+    save_mxfp4(tiny(1), tmp_path)
     plan = planned(tmp_path)
     for module in ("self_attn", "mlp.experts", "mlp.gate", "self_attn.q_proj"):
         assert plan.placement.backend(f"model.layers.0.{module}") == "native"
@@ -296,7 +275,7 @@ def test_check_and_plan(tmp_path: Path) -> None:
 
 def test_an_engine_starts_from_packed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Biases are in them: not read from the model's files again, and packed again where those have changed."""
-    as_mxfp4(tiny(5), tmp_path)
+    save_mxfp4(tiny(5), tmp_path)
     asked = prompts(5, [4, 9])
 
     def start(cache: str) -> tuple[list[list[int]], list[str]]:
