@@ -26,7 +26,8 @@ def save_mxfp4(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             rows = parameter.detach().transpose(1, 2).contiguous()
             blocks = torch.from_numpy(gguf.quants.quantize(rows.numpy(), gguf.GGMLQuantizationType.MXFP4))
             blocks = blocks.reshape(*rows.shape[:2], -1, 17)
-            quants = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1).unflatten(-1, (16, 2))
+            quants = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1)
+            quants = quants.reshape(*rows.shape[:2], -1, 16, 2)
             del stored[name]
             stored[f"{name}_scales"] = blocks[..., 0].clone()
             stored[f"{name}_blocks"] = quants[..., 0] | quants[..., 1] << 4
