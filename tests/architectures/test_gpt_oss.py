@@ -311,7 +311,7 @@ def test_backends_that_cannot_compute_it_are_refused(backend: str) -> None:
         choose(EngineConfig(expert_backend=backend), config_from_hf(HUB), GPU)
 
 
-def test_beside_a_gpu() -> None:
+def test_beside_a_gpu(tmp_path: Path) -> None:
     """In torch there; on the native kernels if asked for, and if no prefill is streamed."""
     model = config_from_hf(HUB)
     placement = choose(EngineConfig(), model, GPU)
@@ -319,6 +319,21 @@ def test_beside_a_gpu() -> None:
     assert any("experts run in torch, slower: this model's experts have biases" in line for line in placement.lines)
     with pytest.raises(UserError, match=r"experts on native, with prefill on the GPU: .* allowed are native, without"):
         choose(EngineConfig(expert_backend="native"), model, GPU)
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "- match: {name: '\\.mlp\\.experts$'}\n"
+        "  replace: {class: ktserve.experts.native, kwargs: {prefill_device: cpu}}\n"
+        "  recursive: false\n"
+        "- match: {class: torch.nn.Module}\n"
+        "  replace: {class: ktserve.torch, kwargs: {device: cuda}}\n"
+    )
+    assert choose(EngineConfig(rules=str(rules)), model, GPU).used(".mlp.experts") == ["native"]
+
+
+def test_it_is_not_divided_over_ranks(tmp_path: Path) -> None:
+    save_hf(tiny(1), tmp_path)
+    with pytest.raises(UserError, match=r"--tensor-parallel 2: .* allowed for this model are 1$"):
+        planned(tmp_path, tensor_parallel=2)
 
 
 def test_training_is_refused(tmp_path: Path) -> None:
