@@ -32,7 +32,8 @@ class ReferenceExperts(TrainableExperts):
     def from_store(cls, store: ExpertStore, dtype: torch.dtype = torch.float32) -> ReferenceExperts:
         """A layer's weights, dequantised."""
         biases = {name: bias.dequantise(dtype) for name, bias in store.biases.items()}
-        return cls(*(store.stacked(name, dtype) for name in ("gate", "up", "down")), biases, store.activation)
+        gate, up, down = (store.stacked(name, dtype) for name in ("gate", "up", "down"))
+        return cls(gate, up, down, biases, store.activation)
 
     def forward(
         self,
