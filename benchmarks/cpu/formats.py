@@ -1,13 +1,14 @@
 """Every packed format through the whole engine, beside llama.cpp on the same file: bytes, decode, prefill and error.
 
     python -m benchmarks.cpu.formats --models DIR [--llama BINARIES] [--types Q2_K IQ4_XS] [--layers 4] [--out FILE]
+    python -m benchmarks.cpu.formats --models DIR --shape gpt-oss-20b --types MXFP4 --layers 8
 
-Models of Qwen3-30B-A3B's shape whose matrices all have one type are written to DIR, one at a time, and removed behind
-their line (a 4-bit one of 4 layers has 1.4 GB). Decode is one sequence, prefill 512 tokens; medians of repetitions in
-turn, the peer with flash attention, and with repacked weights or without, whichever is faster at decode. `of read`:
-bytes of a step, as the file stores them, a second, over the read bandwidth measured just before. The error is that of
-`benchmarks.kernels.formats`: of products, ours beside llama.cpp's rounding of activations. The variable KTSERVE_ISA
-chooses an older instruction set for ours.
+Models of Qwen3-30B-A3B's shape, or another, whose matrices all have one type (gpt-oss beside MXFP4: Q8_0) are
+written to DIR, one at a time, and removed behind their line (a 4-bit one of 4 layers has 1.4 GB). Decode is one
+sequence, prefill 512 tokens; medians of repetitions in turn, the peer with flash attention, and with repacked weights
+or without, whichever is faster at decode. `of read`: bytes of a step, as the file stores them, a second, over the read
+bandwidth measured just before. The error is that of `benchmarks.kernels.formats`: of products, ours beside llama.cpp's
+rounding of activations. The variable KTSERVE_ISA chooses an older instruction set for ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from benchmarks.cpu.engine import BenchEngine
 from benchmarks.cpu.state import SHORT, describe_machine, versions
 from benchmarks.kernels.formats import GGUF, errors, weight
 from benchmarks.kernels.probe import measure_peaks
-from benchmarks.models.make import Shape, model_path, write_model
+from benchmarks.models.make import SHAPES, Shape, model_path, write_model
 from benchmarks.peers.llamacpp import Flags, Peer, PeerError
 from benchmarks.report.beside import FORMATS_HEAD
 from native import _native
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--llama", type=Path, help="folder with llama-bench")
     parser.add_argument("--types", nargs="+", choices=GGUF, default=list(GGUF))
+    parser.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokens", type=int, default=32)
@@ -115,13 +117,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    shape, peer = Shape(layers=args.layers), Peer(args.llama) if args.llama else None
+    shape, peer = replace(SHAPES[args.shape], layers=args.layers), Peer(args.llama) if args.llama else None
     data: dict[str, Any] = {"machine": describe_machine(args.threads), "versions": versions(peer)}
-    data |= {"layers": args.layers, "isa": _native.choose_isa(""), "rows": []}
+    data |= {"shape": args.shape, "layers": args.layers, "isa": _native.choose_isa(""), "rows": []}
     args.models.mkdir(parents=True, exist_ok=True)
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     for type in args.types:
-        path = model_path(args.models, args.layers, type)
+        path = model_path(args.models, args.layers, type, shape.family)
         write_model(path, shape, type)
         try:
             row = measure(path, shape, type, peer, args.threads, args.tokens, args.repeats)

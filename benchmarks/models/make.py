@@ -1,12 +1,14 @@
-"""Random models of Qwen3-30B-A3B's shape with fewer layers, and random adapters for them, as two servers read them.
+"""Random models of Qwen3-30B-A3B's or gpt-oss-20b's shape with fewer layers, and random adapters for them, as two
+servers read them.
 
     python -m benchmarks.models.make --out DIR --layers 8 --type Q8_0
+    python -m benchmarks.models.make --out DIR --layers 8 --type MXFP4 --shape gpt-oss-20b
     python -m benchmarks.models.make --out DIR --layers 8 --adapters 4
 
 A model is one GGUF file. Weights are drawn as valid blocks of the stored type, uniform around zero with a standard
 deviation of 1 / sqrt(inputs): activations stay near 1 through all layers, so attention, routing and sampling are those
 of a model and not of zeros or infinities. One tensor at a time is in memory. Q4_K_M is llama.cpp's mix of Q4_K and
-Q6_K.
+Q6_K; gpt-oss' MXFP4 is of its experts, all other matrices are Q8_0 then.
 
 An adapter is written twice: NAME/ (fused expert tensors, as ktserve reads them) and NAME.gguf (as llama-server does:
 `--lora NAME.gguf --lora-init-without-apply`; a request chooses with `"lora": [{"id": 0, "scale": 1.0}]`).
@@ -18,7 +20,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -32,7 +34,7 @@ from testing.models.block_types import encode
 
 Bytes = NDArray[np.uint8]
 TYPES = ("Q8_0", "Q4_K_M", "BF16")
-_FILE_TYPES = {"Q8_0": 7, "Q4_K_M": 15, "BF16": 32}  # general.file_type, as llama.cpp numbers them
+_FILE_TYPES = {"Q8_0": 7, "Q4_K_M": 15, "BF16": 32, "MXFP4": 38}  # general.file_type, as llama.cpp numbers them
 _OTHER_FILE_TYPE = 1024  # its number for files that say nothing
 _PATTERN_ROWS = 256  # drawn of a matrix whose type has no fill of its own, and repeated
 _PIECE = 1 << 24  # blocks are drawn for so many bytes at a time
@@ -40,7 +42,8 @@ _PIECE = 1 << 24  # blocks are drawn for so many bytes at a time
 
 @dataclass(frozen=True)
 class Shape:
-    """What of the model's config the benchmarks vary; the default is Qwen3-30B-A3B but for layers and vocabulary."""
+    """What of the model's config the benchmarks vary; the default is Qwen3-30B-A3B but for layers and vocabulary.
+    `family`: GGUF's name of it."""
 
     layers: int = 8
     hidden: int = 2048
@@ -52,6 +55,16 @@ class Shape:
     intermediate: int = 768
     vocabulary: int = 32000
     context: int = 40960
+    family: str = "qwen3moe"
+
+
+SHAPES: dict[str, Shape] = {
+    "qwen3-30b-a3b": Shape(),
+    "gpt-oss-20b": Shape(
+        hidden=2880, heads=64, kv_heads=8, head_dim=64, experts=32, top_k=4, intermediate=2880, context=131072,
+        family="gpt-oss",
+    ),
+}  # fmt: skip
 
 
 def tensor_types(shape: Shape, mix: str) -> Iterator[tuple[str, tuple[int, ...], GGML]]:
@@ -59,6 +72,9 @@ def tensor_types(shape: Shape, mix: str) -> Iterator[tuple[str, tuple[int, ...],
     GGUF type, which all matrices but routers then have."""
     plain = GGML.Q4_K if mix == "Q4_K_M" else GGML[mix]
     better = GGML.Q6_K if mix == "Q4_K_M" else plain
+    if shape.family == "gpt-oss":
+        yield from _gpt_oss_types(shape, plain)
+        return
     q, kv, h = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
     experts, inner = shape.experts, shape.intermediate
     yield "token_embd.weight", (shape.vocabulary, h), plain
@@ -85,9 +101,30 @@ def tensor_types(shape: Shape, mix: str) -> Iterator[tuple[str, tuple[int, ...],
     yield "output.weight", (shape.vocabulary, h), better
 
 
+def _gpt_oss_types(shape: Shape, of_experts: GGML) -> Iterator[tuple[str, tuple[int, ...], GGML]]:
+    plain = GGML.Q8_0 if of_experts is GGML.MXFP4 else of_experts
+    q, kv, h = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
+    experts, inner = shape.experts, shape.intermediate
+    yield "token_embd.weight", (shape.vocabulary, h), plain
+    for i in range(shape.layers):
+        yield f"blk.{i}.attn_norm.weight", (h,), GGML.F32
+        for name, out, width in (("attn_q", q, h), ("attn_k", kv, h), ("attn_v", kv, h), ("attn_output", h, q)):
+            yield f"blk.{i}.{name}.weight", (out, width), plain
+            yield f"blk.{i}.{name}.bias", (out,), GGML.F32
+        yield f"blk.{i}.attn_sinks.weight", (shape.heads,), GGML.F32
+        yield f"blk.{i}.post_attention_norm.weight", (h,), GGML.F32
+        yield f"blk.{i}.ffn_gate_inp.weight", (experts, h), GGML.F32
+        yield f"blk.{i}.ffn_gate_inp.bias", (experts,), GGML.F32
+        for name, out, width in (("gate", inner, h), ("up", inner, h), ("down", h, inner)):
+            yield f"blk.{i}.ffn_{name}_exps.weight", (experts, out, width), of_experts
+            yield f"blk.{i}.ffn_{name}_exps.bias", (experts, out), GGML.F32
+    yield "output_norm.weight", (h,), GGML.F32
+    yield "output.weight", (shape.vocabulary, h), plain
+
+
 def write_model(path: Path, shape: Shape, mix: str, seed: int = 0) -> None:
     """One GGUF file, tensor by tensor. ValueError if a row does not divide into the type's blocks."""
-    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer = gguf.GGUFWriter(path, shape.family)
     _describe(writer, shape, mix)
     tensors = list(tensor_types(shape, mix))
     for name, dims, type in tensors:
@@ -105,14 +142,15 @@ def write_model(path: Path, shape: Shape, mix: str, seed: int = 0) -> None:
     rng = np.random.default_rng(seed)
     for name, dims, type in tensors:
         deviation = 1.0 if name == "token_embd.weight" else dims[-1] ** -0.5
+        if name.endswith("norm.weight"):
+            writer.write_tensor_data(np.ones(dims, np.float32))
+            continue
         writer.write_tensor_data(_draw(rng, dims, type, deviation))
     writer.close()
 
 
 def _draw(rng: np.random.Generator, dims: tuple[int, ...], type: GGML, deviation: float) -> NDArray[np.generic]:
     if type is GGML.F32:
-        if len(dims) == 1:
-            return np.ones(dims, np.float32)
         return (rng.standard_normal(dims, np.float32) * deviation).astype(np.float32)
     block, size = gguf.GGML_QUANT_SIZES[type]
     if type not in _FILL:
@@ -170,7 +208,15 @@ def _fill_q6_k(blocks: Bytes, deviation: float) -> None:
     blocks[:, 208:210] = _halves(deviation / (97.2 * 18.5))
 
 
-_FILL = {GGML.BF16: _fill_bf16, GGML.Q8_0: _fill_q8_0, GGML.Q4_K: _fill_q4_k, GGML.Q6_K: _fill_q6_k}
+def _fill_mxfp4(blocks: Bytes, deviation: float) -> None:
+    """An exponent e, 32 codes of 4 bits: w = 2^(e - 127) c. The root mean square of all codes c is 2.93."""
+    blocks[:, 0] = 127 + round(math.log2(deviation / 2.93))
+
+
+_FILL = {
+    GGML.BF16: _fill_bf16, GGML.Q8_0: _fill_q8_0, GGML.Q4_K: _fill_q4_k, GGML.Q6_K: _fill_q6_k,
+    GGML.MXFP4: _fill_mxfp4,
+}  # fmt: skip
 
 
 def _describe(writer: gguf.GGUFWriter, shape: Shape, mix: str) -> None:
@@ -184,8 +230,16 @@ def _describe(writer: gguf.GGUFWriter, shape: Shape, mix: str) -> None:
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
+    if shape.family == "gpt-oss":
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(150000.0)
+        writer.add_sliding_window(128)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(32.0)
+        writer.add_rope_scaling_orig_ctx_len(4096)
+    else:
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_rope_freq_base(1e6)
     writer.add_expert_count(shape.experts)
     writer.add_expert_used_count(shape.top_k)
     writer.add_expert_feed_forward_length(shape.intermediate)
@@ -229,7 +283,7 @@ def write_adapter(folder: Path, shape: Shape, rank: int = 16, seed: int = 1) -> 
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     fused: dict[str, torch.Tensor] = {}
-    writer = gguf.GGUFWriter(folder.parent / f"{folder.name}.gguf", "qwen3moe")
+    writer = gguf.GGUFWriter(folder.parent / f"{folder.name}.gguf", shape.family)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(rank))
@@ -257,8 +311,8 @@ def write_adapter(folder: Path, shape: Shape, rank: int = 16, seed: int = 1) -> 
     writer.close()
 
 
-def model_path(out: Path, layers: int, mix: str) -> Path:
-    return out / f"random-{layers}L-{mix}.gguf"
+def model_path(out: Path, layers: int, mix: str, family: str = "qwen3moe") -> Path:
+    return out / f"{'random' if family == 'qwen3moe' else family}-{layers}L-{mix}.gguf"
 
 
 def adapter_path(out: Path, layers: int, index: int) -> Path:
@@ -267,7 +321,7 @@ def adapter_path(out: Path, layers: int, index: int) -> Path:
 
 def made_model(folder: Path, shape: Shape, mix: str) -> Path:
     """The file of `model_path`, which is written if it is not there."""
-    path = model_path(folder, shape.layers, mix)
+    path = model_path(folder, shape.layers, mix, shape.family)
     if not path.exists():
         print(f"writing {path.name} ...", flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,15 +333,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the files")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--type", choices=TYPES, action="append", default=[], help="may be repeated")
+    parser.add_argument("--shape", choices=SHAPES, default=next(iter(SHAPES)))
+    parser.add_argument("--type", choices=(*TYPES, "MXFP4"), action="append", default=[], help="may be repeated")
     parser.add_argument("--adapters", type=int, default=0, help="write so many adapters for this shape")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    shape = Shape(layers=args.layers)
+    shape = replace(SHAPES[args.shape], layers=args.layers)
     args.out.mkdir(parents=True, exist_ok=True)
     for mix in args.type:
-        path = model_path(args.out, args.layers, mix)
+        path = model_path(args.out, args.layers, mix, shape.family)
         write_model(path, shape, mix, args.seed)
         print(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
     for index in range(args.adapters):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ class _Call:
 def layer_bytes(store: ExpertStore, element_bytes: int, quantise: str | None) -> int:
     """What NativeExperts takes for a layer's weights; `element_bytes`: of a plain weight."""
     plain = plain_format(element_bytes, quantise)
-    return store.num_experts * sum(packed_bytes(store.expert(projection, 0), plain) for projection in PROJECTIONS)
+    packed = sum(packed_bytes(store.expert(projection, 0), plain) for projection in PROJECTIONS)
+    return store.num_experts * packed + sum(4 * math.prod(bias.shape) for bias in store.biases.values())
 
 
 def scratch_bytes(
@@ -140,7 +142,16 @@ class NativeExperts(ExpertBackend):
         forms = [packed_format(kind, self._plain) for kind in types]
 
         def make() -> _native.ExpertLayer:
-            made: _native.ExpertLayer = self._native.ExpertLayer(*shape, forms, self.pool.groups, self.pool.nodes)
+            activation = store.activation
+            made: _native.ExpertLayer = self._native.ExpertLayer(
+                *shape,
+                forms,
+                self.pool.groups,
+                self.pool.nodes,
+                biased=bool(store.biases),
+                limit=activation.limit or 0.0,
+                alpha=activation.alpha,
+            )
             return made
 
         def pack(made: _native.ExpertLayer) -> None:
@@ -154,6 +165,12 @@ class NativeExperts(ExpertBackend):
                     except ValueError as error:
                         raise ModelFileError(f"{store.name(name)}: {error}") from error
                     first += len(places)
+                if bias := store.biases.get(name):
+                    values = self._bias(bias, name)
+                    try:
+                        made.load_bias(projection, values.data_ptr())
+                    except ValueError as error:
+                        raise ModelFileError(f"{bias.name}: {error}") from error
 
         try:
             if self._cache is None:
@@ -162,7 +179,7 @@ class NativeExperts(ExpertBackend):
                 self._layers[layer] = made
                 return
             every = (store.expert(name, e) for name, _ in store.projections() for e in range(store.num_experts))
-            source = self._cache.source_hash(every)
+            source = self._cache.source_hash((*every, *store.biases.values()))
             name = f"layer-{layer:03}"
             key = PackKey(name, self._native.LAYOUT_VERSION, shape, tuple(forms), self.pool.groups, source)
             self._layers[layer] = self._cache.load(key, make, pack, self.pool)
@@ -182,6 +199,13 @@ class NativeExperts(ExpertBackend):
             return kind, [weight.data for weight in experts]
         plain, dtype = ("F32", torch.float32) if self._weight_dtype == torch.float32 else ("BF16", torch.bfloat16)
         return plain, [weight.dequantise(dtype).contiguous().view(torch.uint8).numpy() for weight in experts]
+
+    def _bias(self, bias: WeightTensor, name: str) -> torch.Tensor:
+        """Contiguous float32 [E, out]."""
+        out = self._config.hidden_size if name == "down" else self._config.moe_intermediate_size
+        if bias.shape != (shape := (self._config.num_experts, out)):
+            raise ExpertBackendError(f"{bias.name} is {bias.shape}; the model's {name} has biases {shape}")
+        return bias.dequantise(torch.float32).contiguous()
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         """Layers that this backend does not hold are another backend's."""

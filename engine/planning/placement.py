@@ -25,6 +25,7 @@ from rules.choice import Backend
 
 _NAMES = {"expert": "experts", "attention": "attention", "linear": "projections"}
 _NOT_PLAIN = "this model's experts have biases, and an activation with a limit"
+_NOT_PLAIN_ALLOWED = "allowed are native, without prefill on a GPU, and reference"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 T = TypeVar("T")
 _OWN_DEVICE = {"native": "cpu", "kt": "cpu", "gpu": "cuda", "hybrid": "cuda", "flashinfer": "cuda"}
@@ -198,10 +199,10 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
 
 def _check_experts(placement: Placement) -> None:
     """Of experts with biases or an activation of their own."""
-    others = set(placement.used(".mlp.experts")) - {"reference"}
+    others = set(placement.used(".mlp.experts")) - {"native", "reference"}
     if others or placement.streams_prefill:
-        found = ", ".join(sorted(others)) or "prefill on the GPU"
-        raise UserError(f"experts on {found}: {_NOT_PLAIN}; allowed is reference", field="expert_backend")
+        found = ", ".join(sorted(others)) or "native, with prefill on the GPU"
+        raise UserError(f"experts on {found}: {_NOT_PLAIN}; {_NOT_PLAIN_ALLOWED}", field="expert_backend")
 
 
 def _check_deterministic(placement: Placement) -> None:
@@ -254,14 +255,14 @@ def native_limits(model: ModelConfig) -> dict[str, str]:
     odd_sizes = [f"{name} {size} is not a multiple of 32" for name, size in sizes.items() if size % 32]
     if odd_sizes and model.sparse_layers:
         limits["expert"] = odd_sizes[0]
-    if model.experts is not None and not model.experts.plain:
-        limits["expert"] = _NOT_PLAIN
     return limits
 
 
 def gpu_limits(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
     """The same for a GPU with experts on the native kernels."""
     limits = {kind: why for kind, why in native_limits(model).items() if kind == "expert"}
+    if model.experts is not None and not model.experts.plain:
+        limits["expert"] = _NOT_PLAIN
     for spec in model.paged_attention:
         if why := flashinfer_limit(spec, activation_dtype(config)):
             limits["attention"] = why

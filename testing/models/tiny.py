@@ -123,10 +123,10 @@ def tiny_model(
         if "rotary_dim" in fields:  # until 5.18 transformers did not read it
             made.rope_parameters.setdefault("partial_rotary_factor", fields["rotary_dim"] / fields["head_dim"])
         model = make_model(made)
-        if "swiglu_limit" in fields:  # likewise
+        for name in fields.keys() & {"swiglu_limit", "swiglu_alpha"}:  # likewise
             for module in model.modules():
-                if hasattr(module, "limit"):
-                    module.limit = fields["swiglu_limit"]
+                if hasattr(module, name.removeprefix("swiglu_")):
+                    setattr(module, name.removeprefix("swiglu_"), fields[name])
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):

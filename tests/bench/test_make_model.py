@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -14,17 +16,24 @@ from engine.weights.open import open_model
 from testing.harness import Harness
 from tests.bench.shape import SHAPE
 
+GPT_OSS = replace(SHAPE, family="gpt-oss")
+FILES = [
+    *((SHAPE, mix) for mix in [*TYPES, "IQ3_XXS"]),  # one of those without a fill of their own
+    *((GPT_OSS, mix) for mix in ("MXFP4", "Q8_0")),
+]
 
-@pytest.fixture(scope="module", params=[*TYPES, "IQ3_XXS"])  # one of those without a fill of their own
+
+@pytest.fixture(scope="module", params=FILES, ids=lambda param: f"{param[0].family}-{param[1]}")
 def model(request, tmp_path_factory):
-    path = model_path(tmp_path_factory.mktemp("random"), SHAPE.layers, request.param)
-    write_model(path, SHAPE, request.param)
-    return request.param, path
+    shape, mix = request.param
+    path = model_path(tmp_path_factory.mktemp("random"), shape.layers, mix, shape.family)
+    write_model(path, shape, mix)
+    return shape, mix, path
 
 
 def test_weights_have_the_types_and_the_spread_that_were_meant(model):
-    mix, path = model
-    meant = {name: (dims, type) for name, dims, type in tensor_types(SHAPE, mix)}
+    shape, mix, path = model
+    meant = {name: (dims, type) for name, dims, type in tensor_types(shape, mix)}
     tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
     assert set(tensors) == set(meant)
     for name, tensor in tensors.items():
@@ -34,13 +43,14 @@ def test_weights_have_the_types_and_the_spread_that_were_meant(model):
         if len(dims) > 1:
             values = gguf.quants.dequantize(tensor.data, type)
             deviation = 1.0 if name == "token_embd.weight" else dims[-1] ** -0.5
-            low = 0.65 if type is gguf.GGMLQuantizationType.BF16 else 0.9  # one power of two for all
+            kinds = gguf.GGMLQuantizationType
+            low = 0.65 if type in (kinds.BF16, kinds.MXFP4) else 0.9  # one power of two for all
             assert low < values.std() / deviation < 1 / low, name
             assert abs(values.mean()) < 0.1 * deviation, name
 
 
 def test_the_engine_loads_it_and_its_logits_are_those_of_a_model(model):
-    _, path = model
+    _, _, path = model
     harness = Harness(path, rules=None, dtype="auto", pack_cache="off")
     try:
         prompt = [(37 * i) % 299 for i in range(64)]
@@ -56,12 +66,14 @@ def test_the_engine_loads_it_and_its_logits_are_those_of_a_model(model):
 
 
 def test_the_bytes_that_a_step_needs_are_the_files(model):
-    mix, path = model
-    needs, source = Needs(SHAPE, mix), open_model(str(path), None)
+    shape, mix, path = model
+    needs, source = Needs(shape, mix), open_model(str(path), None)
     every = [SHAPE.experts] * SHAPE.layers
     embedding = source.tensor("model.embed_tokens.weight").data.nbytes
     assert needs.step(every, 0) + embedding == source.num_bytes
-    assert needs.step([1, 0], 7) - needs.step([0, 0], 0) == source.experts(0).num_bytes // SHAPE.experts + 7
+    store = source.experts(0)
+    expert = (store.num_bytes + sum(bias.num_bytes for bias in store.biases.values())) // shape.experts
+    assert needs.step([1, 0], 7) - needs.step([0, 0], 0) == expert + 7
 
 
 def test_both_forms_of_an_adapter_hold_the_same_deltas(tmp_path):

@@ -50,12 +50,13 @@ def make_pool(groups: int = 1) -> Any:
 @pytest.mark.parametrize("plain", [BF16, F32], ids=str)
 @pytest.mark.parametrize("kind", TYPES)
 def test_native_experts(kind: str, plain: torch.dtype, quantise: str | None, groups: int) -> None:
-    store = Layer(kind).store
-    backend = NativeExperts(CONFIG, plain, make_pool(groups), quantise=quantise)
-    stated = layer_bytes(store, plain.itemsize, quantise)
-    backend.load_layer(0, store)
-    assert stated <= backend.num_bytes <= stated + groups * PAGE
-    backend.close()
+    for biased in (False, True):
+        store = Layer(kind, biased=biased).store
+        backend = NativeExperts(CONFIG, plain, make_pool(groups), quantise=quantise)
+        stated = layer_bytes(store, plain.itemsize, quantise)
+        backend.load_layer(0, store)
+        assert stated <= backend.num_bytes <= stated + groups * PAGE
+        backend.close()
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 
+from engine.architectures.parts.mlp import Activation
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import TouchedExperts, needed
 from engine.experts.native import NativeExperts
@@ -32,17 +34,49 @@ def tensor(kind: str, name: str, n: int, k: int, seed: int, experts: int = E) ->
 
 
 class Layer:
-    """A store and the same weights as float64."""
+    """A store and the same weights and biases as float64. `limit`: of the clamped activation; None: SiLU."""
 
-    def __init__(self, gate: str, up: str = "", down: str = "", hidden: int = H, inner: int = I) -> None:
+    def __init__(
+        self,
+        gate: str,
+        up: str = "",
+        down: str = "",
+        hidden: int = H,
+        inner: int = I,
+        *,
+        biased: bool = False,
+        limit: float | None = None,
+        alpha: float = 1.0,
+    ) -> None:
         made = [
             tensor(gate, "gate", inner, hidden, 1),
             tensor(up or gate, "up", inner, hidden, 100),
             tensor(down or gate, "down", hidden, inner, 200),
         ]
-        self.store = ExpertStore(0, *(weight for weight, _ in made))
+        names = {"gate": inner, "up": inner, "down": hidden} if biased else {}
+        biases = {name: tensor("F32", f"{name}_bias", width, 1, 300 + width) for name, width in names.items()}
+        self.activation = Activation(limit, alpha)
+        self.store = ExpertStore(
+            0,
+            *(weight for weight, _ in made),
+            activation=self.activation,
+            biases={name: dataclasses.replace(bias, shape=bias.shape[:2]) for name, (bias, _) in biases.items()},
+        )
+        self.biases = {name: values[..., 0].double() for name, (_, values) in biases.items()}
         self.gate, self.up, self.down = (values.double() for _, values in made)
         self.hidden, self.inner = hidden, inner
+
+    def product(self, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Of float64 x with one expert's projection, and its bias."""
+        y: torch.Tensor = getattr(self, name)[expert] @ x
+        return y + self.biases[name][expert] if self.biases else y
+
+    def activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        limit, alpha = self.activation.limit, self.activation.alpha
+        if limit is None:
+            return torch.nn.functional.silu(gate) * up
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + 1)
 
 
 def lora(rank: int, seed: int, dtype: torch.dtype = BF16, hidden: int = H, inner: int = I) -> ExpertLora:
@@ -98,12 +132,12 @@ def expected(layer: Layer, b: ExpertBuffers, adapters: dict[int, ExpertLora]) ->
         for e, w in zip(b.ids[r].tolist(), b.weights[r].tolist(), strict=True):
             if e < 0:
                 continue
-            gate, up = layer.gate[e] @ x, layer.up[e] @ x
+            gate, up = layer.product("gate", e, x), layer.product("up", e, x)
             if adapter is not None:
                 gate += adapter.gate_scale * (adapter.gate_b[e].double() @ (adapter.gate_a[e].double() @ x))
                 up += adapter.up_scale * (adapter.up_b[e].double() @ (adapter.up_a[e].double() @ x))
-            h = torch.nn.functional.silu(gate) * up
-            y = layer.down[e] @ h
+            h = layer.activate(gate, up)
+            y = layer.product("down", e, h)
             if adapter is not None:
                 y += adapter.down_scale * (adapter.down_b[e].double() @ (adapter.down_a[e].double() @ h))
             out[r] += w * y

@@ -36,7 +36,7 @@ from engine.weights.store import WeightTensor
 from native import _native
 from testing.harness import Harness
 from testing.models.shapes import config
-from testing.models.tiny import PLAIN_EXPERTS
+from testing.models.tiny import FAMILIES
 from tests.engine.family import Family
 from tests.native.batches import batch, batch_of
 from tests.native.isas import ISAS
@@ -219,7 +219,7 @@ def loaded(family: Family, **config: Any) -> Iterator[Loaded]:
 @DENSE
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 @pytest.mark.parametrize("with_lora", [False, True])
-@pytest.mark.parametrize("name", PLAIN_EXPERTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_in_one_call_has_the_bits_of_its_parts(
     family: Callable[..., Family], name: str, dense: list[int], dtype: str, with_lora: bool
 ) -> None:

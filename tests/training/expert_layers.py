@@ -109,19 +109,31 @@ class Step:
     grad_out: torch.Tensor
 
     @classmethod
-    def draw(cls, rows: int, top_k: int, layer: PackedLayer, slots: list[int], dtype: torch.dtype, seed: int) -> Step:
+    def draw(
+        cls,
+        rows: int,
+        top_k: int,
+        layer: PackedLayer | TrainableExperts,
+        slots: list[int],
+        dtype: torch.dtype,
+        seed: int,
+    ) -> Step:
         """One choice is skipped, and one in four rows has the same first expert."""
         g = torch.Generator().manual_seed(seed)
-        ids = torch.stack([torch.randperm(layer.experts, generator=g)[:top_k] for _ in range(rows)])
+        if isinstance(layer, PackedLayer):
+            experts, width = layer.experts, layer.hidden
+        else:
+            experts, width = layer.num_experts, layer.hidden_size
+        ids = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(rows)])
         ids[::4, 0] = 0
         if rows > 1:
             ids[-1, -1] = -1
         return cls(
-            torch.randn(rows, layer.hidden, generator=g).to(dtype),
+            torch.randn(rows, width, generator=g).to(dtype),
             ids,
             torch.rand(rows, top_k, generator=g) + 0.1,
             torch.tensor([slots[i % len(slots)] for i in range(rows)], dtype=torch.int32),
-            torch.randn(rows, layer.hidden, generator=g).to(dtype),
+            torch.randn(rows, width, generator=g).to(dtype),
         )
 
 
