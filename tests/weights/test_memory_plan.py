@@ -265,7 +265,7 @@ class _Many:
     def __init__(self, store: ExpertStore, num_experts: int) -> None:
         self.num_experts, self.num_weights = num_experts, store.num_weights // store.num_experts * num_experts
         self.expert = lambda projection, index: store.expert(projection, 0)
-        self.projections = store.projections
+        self.projections, self.biases = store.projections, store.biases
 
 
 def test_gpu_takes_the_dense_part(source: WeightSource) -> None:
