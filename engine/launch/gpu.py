@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from engine.architectures.parts.delta import DeltaNet
-from engine.attention.base import BLOCK_SIZE
+from engine.architectures.parts.gqa import GroupedQuery
+from engine.architectures.parts.mla import Latent
+from engine.attention.base import BLOCK_SIZE, CacheBackend
 from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.flashinfer_latent import FlashInferLatentAttention
 from engine.experts.base import ExpertBackend
 from engine.experts.bridge.backend import CudaBridge
 from engine.experts.gpu.backend import GpuExperts
@@ -76,26 +79,23 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         )
 
     in_torch = reference_attention(plan, device)
+
+    def by_flashinfer(spec: GroupedQuery | Latent | DeltaNet, layers: list[int]) -> CacheBackend:
+        if isinstance(spec, DeltaNet):
+            return in_torch(spec, layers)
+        prefill = placement.attention_option("prefill", "auto")
+        rows, row_blocks = config.max_num_seqs, -(-plan.max_model_len // BLOCK_SIZE)
+        held = (layers, plan.cache_blocks, dtype, device, rows, row_blocks)
+        if isinstance(spec, Latent):
+            return FlashInferLatentAttention(spec, *held, prefill=prefill)
+        return FlashInferAttention(spec, *held, kv_dtype=plan.precision.kv, prefill=prefill)
+
     attention = attention_of(
         model,
         lambda layer: placement.backend(f"model.layers.{layer}.self_attn"),
         {
             "reference": in_torch,
-            "flashinfer": lambda spec, layers: (
-                in_torch(spec, layers)
-                if isinstance(spec, DeltaNet)
-                else FlashInferAttention(
-                    spec,
-                    layers,
-                    plan.cache_blocks,
-                    dtype,
-                    device,
-                    config.max_num_seqs,
-                    -(-plan.max_model_len // BLOCK_SIZE),
-                    kv_dtype=plan.precision.kv,
-                    prefill=placement.attention_option("prefill", "auto"),
-                )
-            ),
+            "flashinfer": by_flashinfer,
         },
     )
     experts: Shared[ExpertBackend] = Shared(
