@@ -79,9 +79,8 @@ def flashinfer_limit(spec: GroupedQuery | Latent, dtype: torch.dtype) -> str | N
         sizes = spec.kv_rank, spec.rope_dim
         if sizes == LATENT_SIZES:
             return None
-        return "flashinfer's latent attention takes {} + {} values a position, not {} + {}".format(
-            *LATENT_SIZES, *sizes
-        )
+        taken, these = (f"{latent} + {rotated}" for latent, rotated in (LATENT_SIZES, sizes))
+        return f"flashinfer's latent attention takes {taken} values a position, not {these}"
     if spec.sinks or spec.window is not None:
         return "attention with sinks or a window is not computed by flashinfer here"
     if spec.head_dim not in HEAD_DIMS:

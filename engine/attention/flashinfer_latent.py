@@ -1,4 +1,4 @@
-"""Latent attention on an NVIDIA GPU by flashinfer's MLA kernels, absorbed: one plan a step, graphs for padded batches."""
+"""Latent attention on an NVIDIA GPU by flashinfer's MLA kernels, absorbed; graphs for padded batches."""
 
 from __future__ import annotations
 
@@ -34,11 +34,8 @@ class Piece:
 
 def pieces(batch: BatchLayout, heads: int) -> Iterator[Piece]:
     """A step cut so that each call's work fits into a wrapper's arrays; a long row is cut, too."""
-    most, rows, taken = (
-        max(_TILES * _TILE // heads, 1),
-        list[tuple[int, int, int]](),
-        0,
-    )  # (row, from, to) of its tokens
+    most, taken = max(_TILES * _TILE // heads, 1), 0
+    rows: list[tuple[int, int, int]] = []  # (row, from, to) of its tokens
     for row, (begin, end) in enumerate(zip(batch.row_starts, batch.row_starts[1:], strict=False)):
         while begin < end:
             size = min(end - begin, most - taken)

@@ -208,7 +208,7 @@ class GpuLatentUp(TorchLatentUp):
     def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """a [slots, R, kv_rank], b [slots, H, nope + value, R]."""
         tables = self._linear.product.tables
-        return tables.a, tables.b.unflatten(1, (len(self._keys), -1))
+        return tables.a, tables.b.view(len(tables.b), len(self._keys), -1, tables.b.shape[2])
 
     def _lora(
         self, y: torch.Tensor, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, lora: LoraBatch | None
