@@ -35,7 +35,7 @@ def test_projections_by_heads(kernel_device, dtype, heads, nope, value, rank) ->
         return (torch.randn(size, generator=g) / size[-1] ** 0.5).to(kernel_device, dtype)
 
     weight = normal(heads * (nope + value), rank)
-    ours = GpuLatentUp("kv_b", weight, heads, nope, 4, 48)
+    ours = GpuLatentUp("kv_b", weight, heads, nope, 4, 64)
     theirs = TorchLatentUp(weight.float().view(heads, -1, rank), nope)
     for slot, r in ((1, 3), (2, 16), (4, 40)):
         pair = LoraPair(normal(r, rank).cpu(), normal(heads * (nope + value), r).cpu(), 0.5 * slot)
