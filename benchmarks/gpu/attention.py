@@ -80,9 +80,7 @@ def make(prefill: str, kv: torch.dtype) -> FlashInferAttention:
     spec = CONFIG.layers[0].attention
     if not isinstance(spec, GroupedQuery):
         raise TypeError(type(spec).__name__)
-    made = FlashInferAttention(
-        spec, [0], BLOCKS, BF16, torch.device("cuda"), 64, 512, kv_dtype=kv, prefill=prefill
-    )
+    made = FlashInferAttention(spec, [0], BLOCKS, BF16, torch.device("cuda"), 64, 512, kv_dtype=kv, prefill=prefill)
     for cache in made.cache[0]:
         cache.copy_(torch.randn(cache.shape, device="cuda", dtype=BF16).to(kv))
     return made

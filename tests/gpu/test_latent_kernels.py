@@ -28,7 +28,9 @@ def batch(slots: list[int], device: torch.device, extra_tiles: int = 0) -> LoraB
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("heads", "nope", "value", "rank"), [(3, 32, 48, 64), (2, 128, 128, 512), (2, 40, 24, 72)])
 def test_projections_by_heads(kernel_device, dtype, heads, nope, value, rank) -> None:
-    """Slot 3 has no adapter; the last one is emptied again."""
+    """Slot 3 has no adapter; all are emptied again."""
+    if kernel_device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bf16 as if it were whole numbers")
     g = torch.Generator().manual_seed(heads * rank)
 
     def normal(*size: int) -> torch.Tensor:
