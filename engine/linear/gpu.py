@@ -220,6 +220,8 @@ class GpuLatentUp(TorchLatentUp):
             self._add(y, x, first, second, held.ranks, held.scales, segments.order, segments.tiles)
 
     def _pair(self, slot: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if slot == 0:
+            return None
         held = self._linear.product.tables
         if slot not in held.held or not any(held.held[slot]):
             return None

@@ -154,7 +154,7 @@ def test_what_is_used_is_said(make, capability, options, fails, note) -> None:
 
 
 def test_what_cannot_be_is_refused_with_the_reason(make) -> None:
-    with pytest.raises(UserError, match="prefill fa3: fa3 is for compute capability 9.0"):
+    with pytest.raises(UserError, match=r"prefill fa3: fa3 is for compute capability 9\.0"):
         make(AMPERE, prefill="fa3")
     with pytest.raises(UserError, match="allowed are auto, fa2, fa3"):
         make(prefill="fa4")
