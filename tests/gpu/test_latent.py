@@ -25,7 +25,7 @@ from tests.gpu.test_serving import GPU, agree
 
 pytestmark = pytest.mark.gpu
 BF16, F32 = torch.bfloat16, torch.float32
-BOUND = 0.01  # mean|d| / mean|ref|, as of grouped-query attention
+BOUND = 0.01  # mean|d| / mean|ref|; of grouped-query attention 0.006: sums of a part of a sequence are bf16 here
 BLOCKS, LAYERS = 160, [0, 2]
 SHAPE = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "hidden_size": 128,
@@ -82,7 +82,7 @@ def both(heads: int, prefill: str) -> tuple[Any, Any]:
 def qk(tokens: int, heads: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(tokens, n, 576, generator=g).to("cuda", BF16) for n in (heads, 1))
-    return q / 4, k  # of scores with a spread of a few units
+    return q * 0.6, k  # of scores with a spread of one
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
