@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import record
+from engine.architectures.parts.gqa import GroupedQuery
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.flashinfer import FlashInferAttention
 from testing.models.shapes import config
@@ -76,9 +77,10 @@ def values(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make(prefill: str, kv: torch.dtype) -> FlashInferAttention:
-    made = FlashInferAttention(
-        CONFIG.paged_attention[0], [0], BLOCKS, BF16, torch.device("cuda"), 64, 512, kv_dtype=kv, prefill=prefill
-    )
+    spec = CONFIG.layers[0].attention
+    if not isinstance(spec, GroupedQuery):
+        raise TypeError(type(spec).__name__)
+    made = FlashInferAttention(spec, [0], BLOCKS, BF16, torch.device("cuda"), 64, 512, kv_dtype=kv, prefill=prefill)
     for cache in made.cache[0]:
         cache.copy_(torch.randn(cache.shape, device="cuda", dtype=BF16).to(kv))
     return made

@@ -28,13 +28,17 @@ Tensors = dict[str, tuple[tuple[int, ...], NDArray[np.uint8]]]
 
 def write_folder(folder: Path, changes: Mapping[str, Any]) -> Path:
     """QWEN3_30B_A3B with `changes`, unless the folder holds that already."""
-    described = {**QWEN3_30B_A3B, **changes}
+    return write_described(folder, {**QWEN3_30B_A3B, **changes})
+
+
+def write_described(folder: Path, described: Mapping[str, Any]) -> Path:
+    """The model of a config.json, unless the folder holds that already."""
     text, index = json.dumps(described, indent=1), folder / "model.safetensors.index.json"
     if index.is_file() and (folder / "config.json").read_text() == text:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     index.unlink(missing_ok=True)
-    config = config_from_hf(described)
+    config = config_from_hf(dict(described))
     drawn: dict[tuple[int, ...], NDArray[np.uint8]] = {}
 
     def draw(*shape: int) -> tuple[tuple[int, ...], NDArray[np.uint8]]:

@@ -25,6 +25,7 @@ WORKSPACE_BYTES = 512 << 20  # 128 MiB are too few for a chunk of 512 rows over 
 _PLAN_BYTES = 8 << 20  # arrays of one wrapper, on the GPU and again pinned on the CPU
 _PREFILL_WRAPPERS = 2  # fa2's and fa3's
 HEAD_DIMS = (64, 128, 256)
+LATENT_SIZES = (512, 64)  # of the latent and of the rotated part
 PREFILLS = ("auto", "fa2", "fa3")
 FA3_ROWS = 256  # of a chunk, from which fa3 is used: 1.5 times as fast as fa2 at 512, 1.8 times at 8192
 _FP8_CAPABILITY = (8, 9)  # from which a GPU converts to e4m3 by itself
@@ -55,6 +56,12 @@ def _has_nvcc() -> bool:
     return shutil.which("nvcc") is not None or any(home and Path(home, "bin/nvcc").exists() for home in homes)
 
 
+def first_error(error: Exception) -> str:
+    """The line of a failed build that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else repr(error))[:200]
+
+
 def fa3_limit(capability: tuple[int, int], kv_dtype: torch.dtype) -> str | None:
     """Why fa3 cannot be the prefill kernel on a GPU of this compute capability; None if it can."""
     if capability != _FA3_CAPABILITY:
@@ -66,10 +73,14 @@ def fa3_limit(capability: tuple[int, int], kv_dtype: torch.dtype) -> str | None:
 
 def flashinfer_limit(spec: GroupedQuery | Latent, dtype: torch.dtype) -> str | None:
     """Why flashinfer cannot serve this model; None if it can."""
-    if isinstance(spec, Latent):
-        return "latent attention runs in torch on a GPU"
     if dtype != torch.bfloat16:
         return f"flashinfer's attention takes bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if isinstance(spec, Latent):
+        sizes = spec.kv_rank, spec.rope_dim
+        if sizes == LATENT_SIZES:
+            return None
+        taken, these = (f"{latent} + {rotated}" for latent, rotated in (LATENT_SIZES, sizes))
+        return f"flashinfer's latent attention takes {taken} values a position, not {these}"
     if spec.sinks or spec.window is not None:
         return "attention with sinks or a window is not computed by flashinfer here"
     if spec.head_dim not in HEAD_DIMS:
@@ -97,7 +108,7 @@ class FlashInferAttention(AttentionBackend):
 
     def __init__(
         self,
-        spec: GroupedQuery | Latent,
+        spec: GroupedQuery,
         layers: Sequence[int],
         num_blocks: int,
         dtype: torch.dtype,
@@ -108,8 +119,7 @@ class FlashInferAttention(AttentionBackend):
         kv_dtype: torch.dtype | None = None,
         prefill: str = "auto",
     ) -> None:
-        limit = flashinfer_limit(spec, dtype)
-        if limit or isinstance(spec, Latent):
+        if limit := flashinfer_limit(spec, dtype):
             raise UserError(f"{limit}: use --attention-backend reference", field="attention_backend")
         ready, why = flashinfer_available()
         if not ready:
@@ -165,9 +175,7 @@ class FlashInferAttention(AttentionBackend):
             try:
                 self._try(wrapper)
             except (RuntimeError, OSError, ValueError) as error:  # what its build and its loader raise
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                limit = next((line for line in lines if "error" in line.lower()), lines[0] if lines else repr(error))
-                limit = f"fa3 could not be built: {limit[:200]}"
+                limit = f"fa3 could not be built: {first_error(error)}"
             else:
                 self._long_prefill = wrapper
                 return f"prefill attention: flashinfer fa3 for chunks of {FA3_ROWS} rows and more, fa2 below"
@@ -198,8 +206,8 @@ class FlashInferAttention(AttentionBackend):
         if batch.padded:
             self._planned = [(self._plan_decode(starts, blocks, last_page), slice(0, batch.num_rows))]
         else:
-            indices = _pinned(blocks).to(self._device, non_blocking=True)
-            self._planned = self._plan_any(batch, starts, indices, _pinned(last_page))
+            indices = pinned(blocks).to(self._device, non_blocking=True)
+            self._planned = self._plan_any(batch, starts, indices, pinned(last_page))
         self._slots = batch.slot_mapping
         self._copied.record()
 
@@ -217,8 +225,8 @@ class FlashInferAttention(AttentionBackend):
             tokens, own = np.array(batch.row_starts[first : end + 1]), pages[first : end + 1]
             self._plan_prefill(
                 wrapper,
-                _pinned(tokens - tokens[0]),
-                _pinned(own - own[0]),
+                pinned(tokens - tokens[0]),
+                pinned(own - own[0]),
                 indices[own[0] : own[-1]],
                 last[first:end],
             )
@@ -251,7 +259,7 @@ class FlashInferAttention(AttentionBackend):
         if len(values) > len(held):
             raise EngineError(f"attention: {len(blocks)} blocks in a step, {len(held) - first} at most")
         values[: rows + 1], values[lasts : lasts + rows], values[first:] = pages, last, blocks
-        sent = _pinned(values)
+        sent = pinned(values)
         held[: len(sent)].copy_(sent, non_blocking=True)
         wrapper = self._decode.get(rows)
         if wrapper is None:
@@ -306,6 +314,6 @@ class FlashInferAttention(AttentionBackend):
         return out
 
 
-def _pinned(values: NDArray[Any]) -> torch.Tensor:
+def pinned(values: NDArray[Any]) -> torch.Tensor:
     """int32 [n] in pinned memory that is not reused before its copy to the GPU has ended."""
     return torch.as_tensor(values, dtype=torch.int32).pin_memory()

@@ -12,6 +12,7 @@ from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.attention.base import BLOCK_SIZE, CacheBackend
 from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.flashinfer_latent import FlashInferLatentAttention
 from engine.attention.gpu_delta import GpuDeltaNet, gpu_delta_limit
 from engine.experts.base import ExpertBackend
 from engine.experts.bridge.backend import CudaBridge
@@ -90,19 +91,13 @@ def gpu_backends(plan: EnginePlan) -> Backends:
 
     def in_kernels(spec: GroupedQuery | Latent | DeltaNet, layers: list[int]) -> CacheBackend:
         if isinstance(spec, DeltaNet):
-            held = state_slots(plan)
-            return in_torch(spec, layers) if gpu_delta_limit(spec) else GpuDeltaNet(spec, layers, held, device, seqs)
-        return FlashInferAttention(
-            spec,
-            layers,
-            plan.cache_blocks,
-            dtype,
-            device,
-            seqs,
-            -(-plan.max_model_len // BLOCK_SIZE),
-            kv_dtype=plan.precision.kv,
-            prefill=placement.attention_option("prefill", "auto"),
-        )
+            states = state_slots(plan)
+            return in_torch(spec, layers) if gpu_delta_limit(spec) else GpuDeltaNet(spec, layers, states, device, seqs)
+        prefill = placement.attention_option("prefill", "auto")
+        held = (layers, plan.cache_blocks, dtype, device, seqs, -(-plan.max_model_len // BLOCK_SIZE))
+        if isinstance(spec, Latent):
+            return FlashInferLatentAttention(spec, *held, prefill=prefill)
+        return FlashInferAttention(spec, *held, kv_dtype=plan.precision.kv, prefill=prefill)
 
     attention = attention_of(
         model,

@@ -169,6 +169,66 @@ class GpuLinear(Linear):
         self.product, self.part, self._start = product, part, product.starts[part]
 
 
+class GpuLatentUp(TorchLatentUp):
+    """Products by heads in torch, adapters from slot tables by a kernel of their own: what a captured graph replays
+    serves any adapters. Without segments, as in the expanded form, adapters go one by one as in torch."""
+
+    captures = True
+
+    def __init__(self, name: str, weight: torch.Tensor, heads: int, nope: int, slots: int, rank: int) -> None:
+        """weight [heads x (nope + value), kv_rank]."""
+        super().__init__(weight.view(heads, -1, weight.shape[1]), nope)
+        product = _Product(Weights(weight.dtype, weight, (), None), [0], slots, rank)
+        self._linear = GpuLinear(name, product, len(weight), slots, rank)
+        self._slots = slots
+        self._add: Any = None
+
+    def absorb(self, q: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        if not self._by_segments(lora):
+            return super().absorb(q, lora)
+        out = super().absorb(q, None)
+        a, b = self._tables()
+        self._lora(out, q, b[:, :, : self._nope].transpose(2, 3), a[:, None].transpose(2, 3), lora)
+        return out
+
+    def values(self, mixed: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
+        if not self._by_segments(lora):
+            return super().values(mixed, lora)
+        out = super().values(mixed, None)
+        a, b = self._tables()
+        self._lora(out, mixed, a[:, None], b[:, :, self._nope :], lora)
+        return out
+
+    def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
+        self._linear.set_adapter(slot, pair)
+
+    def _by_segments(self, lora: LoraBatch | None) -> bool:
+        return lora is not None and lora.segments is not None and self._slots > 0
+
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """a [slots, R, kv_rank], b [slots, H, nope + value, R]."""
+        tables = self._linear.product.tables
+        return tables.a, tables.b.view(len(tables.b), len(self._keys), -1, tables.b.shape[2])
+
+    def _lora(
+        self, y: torch.Tensor, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, lora: LoraBatch | None
+    ) -> None:
+        if self._add is None:
+            self._add = importlib.import_module("engine.linear.gpu_latent_kernels").add_latent_lora
+        if lora is not None and (segments := lora.segments) is not None:
+            held = self._linear.product.tables
+            self._add(y, x, first, second, held.ranks, held.scales, segments.order, segments.tiles)
+
+    def _pair(self, slot: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if slot == 0:
+            return None
+        held = self._linear.product.tables
+        if slot not in held.held or not any(held.held[slot]):
+            return None
+        a, b = self._tables()
+        return a[slot].float(), b[slot].float() * held.scales[slot]
+
+
 class GpuLinearBackend(LinearBackend):
     """`slots` adapters of at most `rank` each; the tables of a projection are made when it first meets an adapter.
     `pack`: holds weights as the file has them where there is a form for it, those that the file does not quantise as
@@ -210,9 +270,9 @@ class GpuLinearBackend(LinearBackend):
         return tiles[0]
 
     def latent_up(self, name: str, weight: WeightTensor, heads: int, nope: int) -> LatentUp:
-        """Dequantised, in torch."""
+        """Dequantised."""
         dense = weight.dequantise(self.dtype).to(self.device)
-        return TorchLatentUp(dense.view(heads, -1, weight.shape[1]), nope)
+        return GpuLatentUp(name, dense, heads, nope, self._slots, self._rank)
 
     def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
         matrix = embedding_matrix(weight, self.dtype.itemsize)

@@ -17,19 +17,19 @@ class TorchLatentUp(LatentUp):
         self._pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # A [r, kv_rank], s B [H, nope + value, r]
 
     def absorb(self, q: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        out = torch.einsum("thn,hnc->thc", q, self._keys)
+        out = torch.bmm(q.transpose(0, 1), self._keys).transpose(0, 1)
         for slot, rows in lora.groups if lora is not None else ():
-            if slot in self._pairs:
-                a, b = self._pairs[slot]
+            if pair := self._pair(slot):
+                a, b = pair
                 small = torch.einsum("thn,hnr->thr", q[rows].float(), b[:, : self._nope])
                 out[rows] = (out[rows].float() + small @ a).to(out.dtype)
         return out
 
     def values(self, mixed: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        out = torch.einsum("thc,hvc->thv", mixed, self._values)
+        out = torch.bmm(mixed.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
         for slot, rows in lora.groups if lora is not None else ():
-            if slot in self._pairs:
-                a, b = self._pairs[slot]
+            if pair := self._pair(slot):
+                a, b = pair
                 small = mixed[rows].float() @ a.T
                 more = torch.einsum("thr,hvr->thv", small, b[:, self._nope :])
                 out[rows] = (out[rows].float() + more).to(out.dtype)
@@ -39,12 +39,15 @@ class TorchLatentUp(LatentUp):
         """Latents [S, kv_rank] of a sequence -> its k_nope [S, H, nope] and v [S, H, value]."""
         keys = torch.einsum("sc,hnc->shn", latents, self._keys)
         values = torch.einsum("sc,hvc->shv", latents, self._values)
-        if slot in self._pairs:
-            a, b = self._pairs[slot]
+        if pair := self._pair(slot):
+            a, b = pair
             more = torch.einsum("sr,hor->sho", latents.float() @ a.T, b)
             keys = (keys.float() + more[..., : self._nope]).to(keys.dtype)
             values = (values.float() + more[..., self._nope :]).to(values.dtype)
         return keys, values
+
+    def _pair(self, slot: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self._pairs.get(slot)
 
     def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
         if pair is None:

@@ -56,7 +56,7 @@ def make(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, "flashinfer_available", lambda: (True, ""))
         monkeypatch.setattr(module.importlib, "import_module", lambda name: parts[name])
         monkeypatch.setattr(module, "WORKSPACE_BYTES", 64)
-        monkeypatch.setattr(module, "_pinned", lambda values: torch.tensor(values, dtype=torch.int32))
+        monkeypatch.setattr(module, "pinned", lambda values: torch.tensor(values, dtype=torch.int32))
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

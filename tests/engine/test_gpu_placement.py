@@ -48,6 +48,17 @@ def test_what_flashinfer_cannot_compute_is_said(model):
         assert any("attentions run in torch" in line and "flashinfer" in line for line in placement.lines)
 
 
+def test_latent_attention_of_the_released_sizes_is_flashinfers():
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    for family in ("deepseek_v2", "deepseek_v3"):
+        wide, narrow = (config_from_hf(tiny_model(family=family, **s).config.to_dict()) for s in (sizes, {}))
+        placement = choose(EngineConfig(), wide, GPU)
+        assert placement.device == "cuda" and placement.used(".self_attn") == ["flashinfer"]
+        placement = choose(EngineConfig(), narrow, GPU)
+        assert placement.used(".self_attn") == ["reference"]
+        assert any("attentions run in torch" in line and "512 + 64" in line for line in placement.lines)
+
+
 def test_a_gpu_without_flashinfer_is_not_used_and_that_is_said(model):
     machine = replace(GPU, flashinfer=False)
     placement = choose(EngineConfig(), model, machine)
