@@ -29,6 +29,8 @@ from tests.gpu.test_serving import agree
 
 pytestmark = pytest.mark.gpu
 SHAPE = {"head_dim": 256, "hidden_size": 128, "shared_expert_intermediate_size": 64}
+# Every expert of every token: a random router's choice would flip between bf16 and float32, and tokens with it.
+SHAPE |= {"num_experts": 4, "num_experts_per_tok": 4}
 GPU: dict[str, Any] = {
     "device": "cuda", "rules": None, "dtype": "bfloat16", "expert_backend": "native", "max_num_seqs": 4,
 }  # fmt: skip
