@@ -247,8 +247,8 @@ class EngineConfig:
     )
     itl_target_ms: float | None = option(
         None,
-        "prefill chunks are cut, and streams of a tenant that has many beside other tenants take turns, so that "
-        "running streams keep this inter-token latency; default, for chunks alone: where a GPU computes long "
+        "prefill chunks are cut, and streams of a tenant that has many take turns while other tenants are there, so "
+        "that running streams keep this inter-token latency; default, for chunks alone: where a GPU computes long "
         f"chunks' experts {1000 * GPU_ITL_TARGET_S:.0f}, or {GPU_ITL_DECODE_STEPS:.0f} decode steps if that is longer; "
         "elsewhere the token budget decides",
         group="Batching",

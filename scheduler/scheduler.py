@@ -20,6 +20,7 @@ from scheduler.plan import AdmissionError, Event, EventKind, SlotLoad, StepPlan,
 from scheduler.policy.cost import CostModel
 from scheduler.policy.gaps import Gaps
 from scheduler.policy.pace import Pace
+from scheduler.policy.turns import Turns
 from scheduler.request import BASE, AdapterKey, Request, Status, is_background
 
 __all__ = ["AdmissionError", "IntegrityError", "Scheduler", "SchedulerConfig"]
@@ -51,6 +52,7 @@ class Scheduler:
         self._cost = CostModel(config.initial_chunk)
         self._pace = Pace()
         self._gaps = Gaps()
+        self._turns = Turns()
         self._eos = frozenset(config.eos_token_ids)
         self._most_held = config.max_tokens_held
         self._block_size = config.block_size
@@ -147,7 +149,7 @@ class Scheduler:
         """
         if self.disk is not None:
             self.disk.expire(now)
-        flight = Batch(self._core, self._cost, self._gaps).build(self._step, now)
+        flight = Batch(self._core, self._cost, self._gaps, self._turns).build(self._step, now)
         if flight is None:
             return None
         self._step += 1

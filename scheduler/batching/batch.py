@@ -17,7 +17,7 @@ from scheduler.plan import RowState, StepPlan, StepRow, pairs
 from scheduler.policy.cost import CostModel
 from scheduler.policy.gaps import Gaps
 from scheduler.policy.room import PacedRoom, Room
-from scheduler.policy.turns import left_out
+from scheduler.policy.turns import Turns
 from scheduler.policy.waiting import entry
 from scheduler.request import AdapterKey, Request, Status, is_background
 
@@ -27,11 +27,12 @@ _LOOKED_AT = 16  # of an account's waiting requests, for one that is cached
 class Batch:
     """What goes into one step, while it is put together."""
 
-    def __init__(self, core: Core, cost: CostModel, gaps: Gaps) -> None:
+    def __init__(self, core: Core, cost: CostModel, gaps: Gaps, turns: Turns) -> None:
         self._core = core
         self._config = core.config
         self._cost = cost
         self._gaps = gaps
+        self._turns = turns
         self._missing = Missing(core)
         self._rows: list[StepRow] = []
         self._num_decodes = 0  # the first of them
@@ -177,7 +178,7 @@ class Batch:
         core, rows, size = self._core, self._rows, self._config.block_size
         states = core.states
         running, background, allowed_s = Status.RUNNING, self._background, self._allowed_s
-        others = () if background else left_out(core.running, core.fairness, self._cost, self._config, self._step)
+        others = () if background else self._turns.left_out(core, self._cost, self._step, self._now)
         decoded: dict[str, int] = {}  # rows by account
         for _, _, request in list(core.running):
             if request.status is not running or request.background is not background:
@@ -251,7 +252,8 @@ class Batch:
         if config.itl_decode_steps:
             read = sum(pairs(row.start, 1) for row in self._rows)
             target_s = max(target_s, config.itl_decode_steps * self._cost.predict(len(self._rows), read))
-        return PacedRoom(budget, self._rows, self._cost, target_s, config.min_chunk)
+        least = max(config.min_chunk, self._turns.chunk)
+        return PacedRoom(budget, self._rows, self._cost, target_s, least)
 
     def _push(self, heap: list[tuple[float, float, int, str]], tenant: str) -> None:
         if (request := self._next(tenant)) is not None:

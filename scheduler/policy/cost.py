@@ -77,13 +77,13 @@ class CostModel:
         read = sum(pairs(row.start, 1) for row in (*rows, rows[-1]))
         return self._num_samples >= MIN_SAMPLES and self.predict(len(rows) + 1, read) <= target_s
 
-    def rows(self, most: int, read: int, target_s: float) -> int:
-        """How many of `most` decode rows, which read so many positions all together, keep a step within target; the
-        rows are taken for equally long."""
+    def rows(self, most: int, read: int, target_s: float, beside: int = 0) -> int:
+        """How many of `most` decode rows, which read so many positions all together, keep a step within target that has
+        `beside` tokens of a prompt; the rows are taken for equally long."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self.predict(middle, read * middle // most) <= target_s:
+            if self.predict(middle + beside, read * middle // most + pairs(0, beside)) <= target_s:
                 low = middle
             else:
                 high = middle - 1

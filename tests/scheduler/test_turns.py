@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.plan import StepPlan
+from scheduler.policy.turns import PRESENT_S
 from tests.scheduler.harness import FakeEngine, config, make_request
 
 ROW_S = 0.001  # of a step, by the clock of these tests, behind
@@ -66,3 +67,31 @@ def test_without_a_target_and_with_one_in_decode_steps_nobody_is_left_out():
     for changes in ({"itl_target_s": None}, {"itl_decode_steps": 3.0}):
         engine = start({"a": 24, "b": 1}, {"a": 1.0, "b": 1.0}, **changes)
         assert all(len(run(engine).rows) == 25 for _ in range(10)), changes
+
+
+def test_steps_keep_to_the_target_for_a_while_after_another_tenant_was_there():
+    """It may come back, and would wait for the step in flight."""
+    engine = start({"a": 24}, {"a": 1.0})
+    engine.add(make_request("b", [1, 2], 3, tenant="b"), 1.0)
+    while any(request.account == "b" for request in engine.scheduler.requests()):
+        run(engine)
+    left = engine.now
+    while engine.now < left + PRESENT_S - 2 * engine.dt:
+        assert len(run(engine).rows) <= 8
+    engine.now += 2.5 * engine.dt
+    assert all(len(run(engine).rows) == 24 for _ in range(10))
+
+
+@settings(max_examples=12)
+@given(tokens=st.integers(1, 300), streams=st.integers(9, 30), own=st.integers(0, 3))
+def test_streams_make_room_for_the_prompt_of_a_tenant_with_fewer(tokens: int, streams: int, own: int):
+    """It is computed in as few steps as the chunks of a step that nobody predicts yet, and others go on beside it."""
+    engine = start({"a": streams} | ({"b": own} if own else {}), {"a": 1.0, "b": 1.0})
+    engine.add(make_request("new", [3] * tokens, 4, tenant="b"), 1.0)
+    steps = []
+    while not engine.scheduler._core.requests["new"].output:
+        steps.append(run(engine))
+    assert len(steps) <= 2 + -(-tokens // config().initial_chunk)
+    assert all(any(row.request.tenant == "a" for row in step.rows) for step in steps)
+    largest = max(config().initial_chunk + 2, 8)
+    assert all(step.num_tokens <= largest for step in steps)
