@@ -96,14 +96,14 @@ export class Live extends Watched {
   showTenants(live) {
     const before = this.recent.tenant_service;
     const service = Object.entries(live.tenant_service).map(([name, total]) => [name, Math.max(0, total - (before[name] ?? 0))]);
-    const seats = (name) => live.rows.filter((row) => row.tenant === name).length;
-    const active = service.filter(([name, recent]) => recent > 0 || seats(name)).sort((a, b) => b[1] - a[1]).slice(0, 20);
+    const running = (name) => live.rows.filter((row) => row.tenant === name).length;
+    const active = service.filter(([name, recent]) => recent > 0 || running(name)).sort((a, b) => b[1] - a[1]).slice(0, 20);
     const sum = active.reduce((total, [, recent]) => total + recent, 0);
     $("tenants").replaceChildren(...active.flatMap(([name, recent]) => {
       const share = sum ? recent / sum : 0;
       const bar = el("i");
       bar.style.setProperty("--share", share);
-      return [el("span", { title: name }, name), bar, el("small", {}, `${(100 * share).toFixed(0)} %, ${seats(name)} running`)];
+      return [el("span", { title: name }, name), bar, el("small", {}, `${(100 * share).toFixed(0)} %, ${running(name)} running`)];
     }));
     if (!active.length) $("tenants").append(el("small", {}, "Nobody was served."));
   }
