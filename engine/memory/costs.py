@@ -10,6 +10,7 @@ from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import FLOAT32_MODULES
 
 _BF16, _F32 = 2, 4
+_KEPT_BYTES = 1 << 30  # of a training micro-batch's layers, for their backward
 TYPICAL_RANK = 16  # of an adapter, where none is known
 LOGIT_ROWS = 128  # that training makes at a time
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt")
@@ -59,11 +60,17 @@ def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:
     )
 
 
+def layers_kept(config: ModelConfig, tokens: int) -> int:
+    """How many layers of a micro-batch keep what their backward needs; the others are computed again."""
+    return min(config.num_hidden_layers, _KEPT_BYTES // (tokens * buffer_row_bytes(config)))
+
+
 def training_bytes(config: ModelConfig, tokens: int) -> int:
-    """Of a micro-batch beside serving (`training/service`): each layer's input, what a layer's forward keeps for its
-    backward and the gradients of that, and the logits of `LOGIT_ROWS` rows, a few copies; float32."""
-    inputs = config.num_hidden_layers * config.hidden_size * _F32
-    return tokens * (inputs + 2 * buffer_row_bytes(config)) + logits_bytes(config, LOGIT_ROWS)
+    """Of a micro-batch beside serving (`training/service`): each layer's input, what the forward of some layers keeps
+    for their backward, the same of one more and the gradients of that, and the logits of `LOGIT_ROWS` rows, a few
+    copies; float32."""
+    inputs, kept = config.num_hidden_layers * config.hidden_size * _F32, layers_kept(config, tokens)
+    return tokens * (inputs + (2 + kept) * buffer_row_bytes(config)) + logits_bytes(config, LOGIT_ROWS)
 
 
 def training_run_bytes(config: ModelConfig, rank: int, targets: Collection[str] = ("attention", "mlp")) -> int:

@@ -20,6 +20,7 @@ from tests.tuning.conftest import Tuning, sample
 from training.layer import ExpertsLoraLayer
 from training.loop.load import load_adapter
 from training.loop.save import layer_of, module_name
+from training.service import model
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -75,6 +76,26 @@ def test_gradients_are_those_of_peft(family: str, tmp_path: Path):
         assert float((parameter.grad - expected[name]).abs().max()) < 2e-3 * size, name
     sampled_as_trained(tuning)
     tuning.engine.close()
+
+
+def test_they_are_the_same_whichever_layers_are_computed_again(tmp_path: Path, monkeypatch):
+    """In a micro-batch of two parts, one of which only asks for numbers."""
+    save_hf(tiny_model(family="qwen2_moe"), tmp_path)
+    found = []
+    for kept in (0, 1, 2):
+        monkeypatch.setattr(model, "layers_kept", lambda *_, kept=kept: kept)
+        tuning = Tuning(tmp_path)
+        for run, learn in (("run", True), ("other", False)):
+            tuning.ask(OpenRun(rank=4, alpha=8.0), run)
+            tuning.send(Batch([sample(n, 9 + n) for n in range(2)], learn=learn), run)
+        tuning.ask(Batch([sample(5)]))
+        runs = tuning.engine.core.tuner._runs
+        unasked = [parameter.grad for parameter in runs["other"].adapter.parameters.values()]
+        assert not any(gradient is not None and gradient.any() for gradient in unasked)
+        found.append({name: parameter.grad.clone() for name, parameter in runs["run"].adapter.parameters.items()})
+        tuning.engine.close()
+    assert all(torch.equal(found[0][name], each[name]) for each in found[1:] for name in found[0])
+    assert any(gradient.abs().max() > 0 for gradient in found[0].values())
 
 
 def sampled_as_trained(tuning: Tuning) -> None:

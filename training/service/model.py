@@ -1,7 +1,8 @@
 """The served decoder, forward and back: its own layers, with parts that autograd can go through.
 
-Of a micro-batch, forward keeps each layer's input; backward computes a layer again from it, with gradients. Between
-two layers other work may run: nothing here is in the memory of serving steps.
+Of a micro-batch, forward keeps each layer's input, and what the backward of the last layers needs, as far as memory is
+planned for that; backward computes the others again from their inputs, with gradients. Between two layers other work
+may run: nothing here is in the memory of serving steps.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from engine.errors import ModelFileError, UserError
 from engine.experts.capabilities import NativeTasks, PackedWeights
 from engine.experts.native import NativeExperts
 from engine.linear.base import Linear
+from engine.memory.costs import layers_kept
 from engine.model.attention import Attention, GroupedQueryAttention
 from engine.model.causal_lm import CausalLM, Layer
 from engine.model.latent import LatentAttention
@@ -129,23 +131,32 @@ class ServedModel:
         head. A part whose loss is no number adds none."""
         ids, step, rows = self._step(parts)
         x = self._model.embed(ids)
-        inputs: list[torch.Tensor] = []
-        for layer in self._layers:
-            inputs.append(x)
-            with torch.no_grad():
+        again = len(self._layers)  # so many are
+        if any(part.learn for part in parts):
+            again -= layers_kept(self._model.config, len(ids))
+        held: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # inputs, and outputs that have a graph
+        for index, layer in enumerate(self._layers):
+            kept = index >= again
+            x = x.detach().requires_grad_(kept)
+            with torch.set_grad_enabled(kept):
                 self._plan(step)
-                x = layer(self._ops, x, step, rows)
+                y = layer(self._ops, x, step, rows)
+            held.append((x, y if kept else None))
+            x = y.detach()
             yield
         gradient = self._losses(parts, x)
         yield
         if gradient is None:
             return
         for layer in reversed(self._layers):
-            x = inputs.pop().detach().requires_grad_()
-            with torch.enable_grad():
-                self._plan(step)
-                y = layer(self._ops, x, step, rows)
-                torch.autograd.backward(y, gradient)
+            x, output = held.pop()
+            if output is None:
+                x.requires_grad_()
+                with torch.enable_grad():
+                    self._plan(step)
+                    output = layer(self._ops, x, step, rows)
+            torch.autograd.backward(output, gradient)
+            del output
             assert x.grad is not None
             gradient = x.grad
             yield

@@ -37,7 +37,7 @@ from training.service.runs import RefusedOrderError, TunedRun, Turns, WaitingOrd
 log = logging.getLogger("ktserve")
 _FILES = "tuning-files"  # a kind of work, and its thread's name
 _LEFT_FREE = 256 << 20  # bytes of memory that no new adapter takes
-_LARGE = 1 << 28  # products of a projection, in multiplications, from which several threads pay
+_LARGE = 1 << 24  # products of a projection, in multiplications for each thread, from which several threads pay
 MAX_RUNS = 64
 _FAULTS = (RuntimeError, MemoryError, ValueError)  # of torch, beside errors of ours
 
@@ -296,7 +296,7 @@ class EngineTuner:
     def _threaded(self, pieces: Iterator[None], tokens: int) -> Iterator[None]:
         """With torch's threads where its products are large: small ones lose by them, and serving steps, between which
         the pool's workers sleep, have one."""
-        large = tokens * self._config.hidden_size**2 >= _LARGE
+        large = tokens * self._config.hidden_size**2 >= _LARGE * self._model.threads
         while True:
             threads = torch.get_num_threads()
             torch.set_num_threads(self._model.threads if large else 1)
