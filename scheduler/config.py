@@ -13,10 +13,11 @@ class SchedulerConfig:
     a step has at most `max_num_batched_tokens` tokens, so every running request has room for its decode row.
     `itl_target_s` bounds the predicted time of steps that mix decode rows with prefill, or `itl_decode_steps` times
     that of their decode rows alone, if that is longer. Without `itl_decode_steps` it bounds the decode rows of several
-    tenants too, for a while after they were there (policy/turns.py). None: the budget bounds a step, and `mixed_chunk`, the most prefill
-    tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in another way: their
-    time tells nothing of mixed ones. `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each does
-    (0: there is no disk), `disk_state_bytes` what a snapshot of states does. `num_states`: of a model whose layers keep
+    tenants too, for a while after they were there (policy/turns.py). None: the budget bounds a step, and `mixed_chunk`,
+    the most prefill tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in
+    another way: their time tells nothing of mixed ones. `disk_bytes` is what blocks on disk may take,
+    `disk_block_bytes` what each does (0: there is no disk), `disk_state_bytes` what a snapshot of states does.
+    `num_states`: of a model whose layers keep
     states, how many sequences' there is room for (0: it keeps none), `num_snapshots`: of how many beginnings beside
     them at most, of which each takes the memory of `snapshot_blocks` blocks (0: memory of its own).
     """
