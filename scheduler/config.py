@@ -17,9 +17,9 @@ class SchedulerConfig:
     the most prefill tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in
     another way: their time tells nothing of mixed ones. `disk_bytes` is what blocks on disk may take,
     `disk_block_bytes` what each does (0: there is no disk), `disk_state_bytes` what a snapshot of states does.
-    `num_states`: of a model whose layers keep
-    states, how many sequences' there is room for (0: it keeps none), `num_snapshots`: of how many beginnings beside
-    them at most, of which each takes the memory of `snapshot_blocks` blocks (0: memory of its own).
+    `num_states`: of a model whose layers keep states, how many sequences' there is room for (0: it keeps none),
+    `num_snapshots`: of how many beginnings beside them at most, of which each takes the memory of `snapshot_blocks`
+    blocks (0: memory of its own).
     """
 
     num_blocks: int

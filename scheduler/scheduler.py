@@ -52,7 +52,7 @@ class Scheduler:
         self._cost = CostModel(config.initial_chunk)
         self._pace = Pace()
         self._gaps = Gaps()
-        self._turns = Turns()
+        self._turns = Turns(config, self._core.fairness, self._cost)
         self._eos = frozenset(config.eos_token_ids)
         self._most_held = config.max_tokens_held
         self._block_size = config.block_size

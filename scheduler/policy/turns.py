@@ -10,9 +10,13 @@ held to the target for some time after it was there, and other streams make room
 
 from __future__ import annotations
 
-from scheduler.core import Core
+from collections.abc import Iterable
+
+from scheduler.config import SchedulerConfig
 from scheduler.plan import pairs
 from scheduler.policy.cost import CostModel
+from scheduler.policy.fairness import Fairness
+from scheduler.policy.waiting import Entry, WaitingQueue
 from scheduler.request import Request, is_background
 
 PRESENT_S = 10.0  # a tenant may come back so long after its last request has ended
@@ -21,22 +25,23 @@ PRESENT_S = 10.0  # a tenant may come back so long after its last request has en
 class Turns:
     """Of one scheduler. `chunk`: tokens of prompts that streams made room for in the step last asked about."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: SchedulerConfig, tenants: Fairness, cost: CostModel) -> None:
         self.chunk = 0
+        self._config, self._tenants, self._cost = config, tenants, cost
         self._seen: dict[str, float] = {}  # when each account was last there, the newest last
 
-    def left_out(self, core: Core, cost: CostModel, step: int, now: float) -> frozenset[Request]:
+    def left_out(self, running: Iterable[Entry], waiting: WaitingQueue, step: int, now: float) -> frozenset[Request]:
         """Of the live requests behind their prompts. None while the cost model has too few samples, nor where the
         target is some decode steps; one of each tenant is in the step even if that makes it too long."""
         self.chunk = 0
-        config, tenants = core.config, core.fairness
+        config, tenants, cost = self._config, self._tenants, self._cost
         target_s = config.itl_target_s
         if target_s is None or config.itl_decode_steps or cost.cautious_chunk is not None:
             return frozenset()
         streams: dict[str, list[Request]] = {}  # by tenant
         prompts: dict[str, int] = {}  # tokens, by tenant
         count = read = 0
-        for _, _, request in core.running:
+        for _, _, request in running:
             if request.background:
                 continue
             if (missing := len(request.prompt) - request.num_computed) > 0:
@@ -45,8 +50,8 @@ class Turns:
             streams.setdefault(request.account, []).append(request)
             count += 1
             read += request.num_computed + 1
-        for name in core.waiting.accounts():
-            if not is_background(name) and (first := core.waiting.first(name, lambda _: True, ())) is not None:
+        for name in waiting.accounts():
+            if not is_background(name) and (first := waiting.first(name, lambda _: True, ())) is not None:
                 prompts[name] = prompts.get(name, 0) + first.num_tokens
         self._note({*streams, *prompts}, now)
         if not streams or len(self._seen) < 2:
