@@ -65,18 +65,18 @@ class _NoExperts(nn.Module):
 def _saved(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
     """Bytes that autograd keeps of a forward pass, parameters aside."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, int] = {}
+    found: dict[int, torch.UntypedStorage] = {}  # held, so that no address is another's meanwhile
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            found[storage.data_ptr()] = storage.nbytes()
+            found[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         kept = model(**batch)  # while it is there, no storage is used twice
     del kept
-    return sum(found.values())
+    return sum(storage.nbytes() for storage in found.values())
 
 
 @pytest.mark.parametrize(
