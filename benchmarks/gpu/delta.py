@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ import torch
 
 from benchmarks import record
 from benchmarks.gpu.decode import AHEAD, Bench
+from benchmarks.gpu.hbm import copied_bytes_per_s, sheet_bytes_per_s, timed
 from benchmarks.gpu.served import Served, served_config
 from benchmarks.models.folder import write_folder
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.delta import DeltaBackend, DeltaInputs
-from engine.device import Arrival
 from engine.model.delta import DeltaNetAttention
 from engine.steps.runner import ModelRunner
 from scheduler.plan import NO_STATE, RowState, StepPlan, StepRow
@@ -51,7 +51,6 @@ TINY = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "max_position_embeddings": 1024,
 }  # fmt: skip
-HBM = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.0e12}  # bytes a second, of data sheets
 CONTEXT = 512
 SECONDS = 1.5  # of each measurement, about
 REPLAYS = 20
@@ -133,23 +132,6 @@ def delta_s(runner: ModelRunner, batch: BatchLayout) -> float:
         return timed(graph.replay, device, REPLAYS)
 
 
-def timed(work: Callable[[], object], device: torch.device, times: int) -> float:
-    work()
-    Arrival(device).wait()
-    began = time.perf_counter()
-    for _ in range(times):
-        work()
-    Arrival(device).wait()
-    return (time.perf_counter() - began) / times
-
-
-def copy_bytes_per_s(device: torch.device) -> float:
-    """Read and written."""
-    source = torch.zeros((1 << 30) if device.type == "cuda" else (1 << 22), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / timed(lambda: target.copy_(source), device, REPLAYS)
-
-
 def batch_of(rows: int, tokens: int, device: torch.device, padded: bool) -> BatchLayout:
     """Of states in slots 0 and on."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
@@ -161,9 +143,7 @@ def measure(bench: DeltaBench, args: argparse.Namespace, most: int) -> dict[str,
     runner, spec = bench.runner, bench.config.delta_nets[0]
     device, captures = runner.device, runner.device.type == "cuda"
     nets = sum(isinstance(layer.attention, DeltaNetAttention) for layer in runner.model.layers)
-    copy, decode, prompts = copy_bytes_per_s(device), [], []
-    name = torch.cuda.get_device_name(device) if captures else ""
-    peak = next((rate for part, rate in HBM.items() if part in name), None)
+    copy, peak, decode, prompts = copied_bytes_per_s(device), sheet_bytes_per_s(device), [], []
     for rows in args.rows:
         bench.runner.padded = bench.served
         step_s = bench.step_s(rows)

@@ -4,7 +4,7 @@
                                     [--parts kernel served] [--model DIR] [--tiny] [--out FILE.json]
 
 kernel   microseconds of a layer of 128 heads by flashinfer, and in torch, over caches that no L2 holds; `hbm_share`:
-         the bytes of the sequences' positions over that time, as a share of the memory's nominal bandwidth
+         the bytes of the sequences' positions over that time, as a share of the GPU's data sheet
 served   the engine of `ktserve serve` with 2 dense and 2 sparse layers, random weights, attention on the GPU and
          native experts on the CPU: as benchmarks.gpu.decode states (ms, tok/s, `peak`: the experts' bytes as a share of
          the read bandwidth measured here), and the time to the first token of a long prompt alone
@@ -27,6 +27,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.gpu.decode import AHEAD, SECONDS, Bench, measure, read_bandwidth
+from benchmarks.gpu.hbm import copied_bytes_per_s, sheet_bytes_per_s
 from benchmarks.gpu.served import BEHIND, Served, served_config
 from benchmarks.models.folder import write_described
 from benchmarks.models.random import expert_bytes
@@ -55,19 +56,6 @@ TINY = {
 BF16 = torch.bfloat16
 CACHES = 8  # layers whose caches are read in turn: no L2 holds them all
 CONTEXT = 4096  # positions of a sequence in decode
-
-
-def nominal_bytes_per_s() -> float:
-    """Of this GPU's memory, by its clock and the width of its bus."""
-    found: Any = torch.cuda.get_device_properties(0)
-    return 2e3 * float(found.memory_clock_rate) * float(found.memory_bus_width) / 8
-
-
-def copied_bytes_per_s() -> float:
-    """What a copy reads and writes."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
-    to = torch.empty_like(source)
-    return 2 * len(source) / microseconds(lambda _: to.copy_(source), "cuda") * 1e6
 
 
 def microseconds(work: Callable[[int], object], device: str) -> float:
@@ -117,8 +105,8 @@ def kernels(rows: Sequence[int], contexts: Sequence[int], device: str, tiny: boo
     if device == "cuda":
         fast = FlashInferLatentAttention(spec, [0], 1, BF16, on, max(rows), row_blocks)
         fast.cache, made["flashinfer"] = caches, fast
-        print("\n".join(fast.notes), f"; {nominal_bytes_per_s() / 1e12:.2f} TB/s nominal", flush=True)
-    results = []
+        print("\n".join(fast.notes), flush=True)
+    results, sheet = [], sheet_bytes_per_s(on)
     for context in contexts:
         for count in rows:
             step = decode_rows(count, context, device)
@@ -133,9 +121,8 @@ def kernels(rows: Sequence[int], contexts: Sequence[int], device: str, tiny: boo
 
                 outs[name] = work(0).float()
                 line[f"{name}_us"] = microseconds(graphed(work) if attention.captures else work, device)
-                if device == "cuda":
-                    share = line["mb"] / line[f"{name}_us"] * 1e12 / nominal_bytes_per_s()
-                    line[f"{name}_hbm_share"] = share
+                if sheet is not None:
+                    line[f"{name}_hbm_share"] = line["mb"] / line[f"{name}_us"] * 1e12 / sheet
             if "flashinfer" in outs:
                 difference = (outs["flashinfer"] - outs["torch"]).abs().mean()
                 line["error"] = float(difference / outs["torch"].abs().mean())
@@ -199,7 +186,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     found["about"] = {"gpu": gpu, "torch": torch.__version__, "experts": args.experts}
     if device == "cuda":
-        found["about"] |= {"hbm_gb_s": nominal_bytes_per_s() / 1e9, "copied_gb_s": copied_bytes_per_s() / 1e9}
+        on = torch.device(device)
+        sheet = sheet_bytes_per_s(on)
+        found["about"] |= {"hbm_gb_s": sheet and sheet / 1e9, "copied_gb_s": copied_bytes_per_s(on) / 1e9}
     with torch.inference_mode():
         if "kernel" in args.parts:
             found["kernel"] = kernels(args.rows, args.contexts, device, args.tiny)

@@ -23,8 +23,9 @@ _PRECISION = "tf32x3"
 class Chunks:
     """What longer rows are computed in. `chunks` int32 [5, >= count]: of each its first token, how many it has (0: it
     is there for a copy), its row's place in `rows`, a slot for a copy of the state behind it, and the place of its
-    first token's result; `rows` int32 [5, >= num_rows]: of each its first chunk, how many, the slot that it begins
-    from, the one that it ends in, and its first token. Negative: none. A row's tokens follow one another."""
+    first token's result; `rows` int32 [7, >= num_rows]: of each its first chunk, how many, the slot that it begins
+    from, the one that its state ends in, its first token, the slot of its own, in which the inputs of its last
+    positions are kept, and the token before which those end. Negative: none. A row's tokens follow one another."""
 
     chunks: torch.Tensor
     count: int
@@ -265,12 +266,11 @@ def run_rows(
         KEY_HEADS=d.key_heads, VALUE_HEADS=heads, KEY_DIM=d.key_dim, VALUE_DIM=d.value_dim, SHARED=shared,
         CHANNELS=d.channels, TILED=d.tiled, PRECISION=_PRECISION, CHUNK=CHUNK, PART=PART, num_warps=4, num_stages=1,
     )  # fmt: skip
-    part = PART
     y = empty(tokens, heads, d.value_dim)
-    _run_rows[(held.num_rows, heads, triton.cdiv(d.value_dim, part))](
+    _run_rows[(held.num_rows, heads, triton.cdiv(d.value_dim, PART))](
         mixed, decay, known, grown, scores, *tables, slots.states, y,
         KEY_HEADS=d.key_heads, VALUE_HEADS=heads, KEY_DIM=d.key_dim, VALUE_DIM=d.value_dim, SHARED=shared,
-        CHANNELS=d.channels, TILED=d.tiled, PRECISION=_PRECISION, CHUNK=CHUNK, BLOCK_K=key_block, BLOCK_V=part,
+        CHANNELS=d.channels, TILED=d.tiled, PRECISION=_PRECISION, CHUNK=CHUNK, BLOCK_K=key_block, BLOCK_V=PART,
         num_warps=4, num_stages=1,
     )  # fmt: skip
     _gated_norm[(held.count, heads)](

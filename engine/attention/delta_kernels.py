@@ -180,11 +180,11 @@ def step_one(
         KERNEL=d.kernel, FUSED=d.fused, EPS=EPS, BLOCK=max(key_block, value_block), num_warps=1,
     )  # fmt: skip
     a = gates[0][:, shared:] if d.fused_gates else gates[1]
-    y, part = torch.empty((rows, d.value_heads, d.value_dim), dtype=torch.float32, device=out.device), PART
-    _delta_one[(triton.cdiv(d.value_dim, part), d.value_heads, rows)](
+    y = torch.empty((rows, d.value_heads, d.value_dim), dtype=torch.float32, device=out.device)
+    _delta_one[(triton.cdiv(d.value_dim, PART), d.value_heads, rows)](
         mixed, gates[0], a, gates[0].stride(0), table, table.stride(0), slots.states, vectors.decay, vectors.dt_bias, y,
         KEY_HEADS=d.key_heads, VALUE_HEADS=d.value_heads, KEY_DIM=d.key_dim, VALUE_DIM=d.value_dim, SHARED=shared,
-        CHANNELS=d.channels, FUSED_GATES=d.fused_gates, TILED=d.tiled, BLOCK_K=key_block, BLOCK_V=part, num_warps=4,
+        CHANNELS=d.channels, FUSED_GATES=d.fused_gates, TILED=d.tiled, BLOCK_K=key_block, BLOCK_V=PART, num_warps=4,
     )  # fmt: skip
     _norm_one[(d.value_heads, rows)](
         y, wide[-1], wide[-1].stride(0), table, vectors.norm, out, vectors.norm_eps,

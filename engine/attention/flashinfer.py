@@ -88,6 +88,15 @@ def flashinfer_limit(spec: GroupedQuery | Latent, dtype: torch.dtype) -> str | N
     return None
 
 
+def require_flashinfer(spec: GroupedQuery | Latent, dtype: torch.dtype) -> None:
+    """UserError where it cannot serve this model, or is not there."""
+    if limit := flashinfer_limit(spec, dtype):
+        raise UserError(f"{limit}: use --attention-backend reference", field="attention_backend")
+    ready, why = flashinfer_available()
+    if not ready:
+        raise UserError(why, field="attention_backend")
+
+
 class FlashInferAttention(AttentionBackend):
     """KV of each of `layers`, all of one `spec`: two tensors [num_blocks, BLOCK_SIZE, G, D] on the GPU, bf16 or
     float8_e4m3fn.
@@ -119,11 +128,7 @@ class FlashInferAttention(AttentionBackend):
         kv_dtype: torch.dtype | None = None,
         prefill: str = "auto",
     ) -> None:
-        if limit := flashinfer_limit(spec, dtype):
-            raise UserError(f"{limit}: use --attention-backend reference", field="attention_backend")
-        ready, why = flashinfer_available()
-        if not ready:
-            raise UserError(why, field="attention_backend")
+        require_flashinfer(spec, dtype)
         self._flashinfer: Any = importlib.import_module("flashinfer")
         self._write = importlib.import_module("engine.ops.gpu_kernels").write_kv
         kv_dtype, capability = kv_dtype or dtype, torch.cuda.get_device_capability(device)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine.architectures.parts.mla import Latent
 from engine.attention import flashinfer
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, joined
-from engine.attention.flashinfer import PREFILLS, fa3_limit, flashinfer_limit
+from engine.attention.flashinfer import PREFILLS, fa3_limit
 from engine.errors import EngineError, UserError
 
 _TILES = 8192  # of 64 queries x heads that one wrapper is given; its arrays hold 16384, whole or cut
@@ -81,11 +81,7 @@ class FlashInferLatentAttention(AttentionBackend):
         *,
         prefill: str = "auto",
     ) -> None:
-        if limit := flashinfer_limit(spec, dtype):
-            raise UserError(f"{limit}: use --attention-backend reference", field="attention_backend")
-        ready, why = flashinfer.flashinfer_available()
-        if not ready:
-            raise UserError(why, field="attention_backend")
+        flashinfer.require_flashinfer(spec, dtype)
         mla: Any = importlib.import_module("flashinfer.mla")
         self._make: Any = mla.BatchMLAPagedAttentionWrapper
         shape = (num_blocks, BLOCK_SIZE, spec.width)

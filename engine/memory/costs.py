@@ -61,16 +61,18 @@ def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:
 
 
 def layers_kept(config: ModelConfig, tokens: int) -> int:
-    """How many layers of a micro-batch keep what their backward needs; the others are computed again."""
+    """How many layers of a micro-batch keep what their backward needs; the others are computed again. A smaller
+    micro-batch may keep more of them, in the same memory."""
     return min(config.num_hidden_layers, _KEPT_BYTES // (tokens * buffer_row_bytes(config)))
 
 
 def training_bytes(config: ModelConfig, tokens: int) -> int:
     """Of a micro-batch beside serving (`training/service`): each layer's input, what the forward of some layers keeps
-    for their backward, the same of one more and the gradients of that, and the logits of `LOGIT_ROWS` rows, a few
+    for their backward, of one more, and the gradients of that, and the logits of `LOGIT_ROWS` rows, a few
     copies; float32."""
-    inputs, kept = config.num_hidden_layers * config.hidden_size * _F32, layers_kept(config, tokens)
-    return tokens * (inputs + (2 + kept) * buffer_row_bytes(config)) + logits_bytes(config, LOGIT_ROWS)
+    inputs, row = config.num_hidden_layers * config.hidden_size * _F32, buffer_row_bytes(config)
+    kept = min(config.num_hidden_layers * tokens * row, _KEPT_BYTES)
+    return kept + tokens * (inputs + 2 * row) + logits_bytes(config, LOGIT_ROWS)
 
 
 def training_run_bytes(config: ModelConfig, rank: int, targets: Collection[str] = ("attention", "mlp")) -> int:

@@ -178,7 +178,8 @@ class Batch:
         core, rows, size = self._core, self._rows, self._config.block_size
         states = core.states
         running, background, allowed_s = Status.RUNNING, self._background, self._allowed_s
-        others = () if background else self._turns.left_out(core.running, core.waiting, self._step, self._now)
+        turns = self._turns
+        others = () if background else turns.left_out(core.running, core.waiting, self._is_open, self._step, self._now)
         decoded: dict[str, int] = {}  # rows by account
         for _, _, request in list(core.running):
             if request.status is not running or request.background is not background:

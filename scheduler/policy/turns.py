@@ -10,14 +10,14 @@ held to the target for some time after it was there, and other streams make room
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from scheduler.config import SchedulerConfig
 from scheduler.plan import pairs
 from scheduler.policy.cost import CostModel
 from scheduler.policy.fairness import Fairness
 from scheduler.policy.waiting import Entry, WaitingQueue
-from scheduler.request import Request, is_background
+from scheduler.request import AdapterKey, Request, is_background
 
 PRESENT_S = 10.0  # a tenant may come back so long after its last request has ended
 
@@ -30,9 +30,17 @@ class Turns:
         self._config, self._tenants, self._cost = config, tenants, cost
         self._seen: dict[str, float] = {}  # when each account was last there, the newest last
 
-    def left_out(self, running: Iterable[Entry], waiting: WaitingQueue, step: int, now: float) -> frozenset[Request]:
+    def left_out(
+        self,
+        running: Iterable[Entry],
+        waiting: WaitingQueue,
+        is_open: Callable[[AdapterKey], bool],
+        step: int,
+        now: float,
+    ) -> frozenset[Request]:
         """Of the live requests behind their prompts. None while the cost model has too few samples, nor where the
-        target is some decode steps; one of each tenant is in the step even if that makes it too long."""
+        target is some decode steps; one of each tenant is in the step even if that makes it too long. `is_open`:
+        whether requests of an adapter may begin."""
         self.chunk = 0
         config, tenants, cost = self._config, self._tenants, self._cost
         target_s = config.itl_target_s
@@ -51,7 +59,7 @@ class Turns:
             count += 1
             read += request.num_computed + 1
         for name in waiting.accounts():
-            if not is_background(name) and (first := waiting.first(name, lambda _: True, ())) is not None:
+            if not is_background(name) and (first := waiting.first(name, is_open, ())) is not None:
                 prompts[name] = prompts.get(name, 0) + first.num_tokens
         self._note({*streams, *prompts}, now)
         if not streams or len(self._seen) < 2:

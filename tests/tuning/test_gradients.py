@@ -7,11 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft.tuners.lora.layer import LoraLayer
 from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
+from engine.architectures.registry import config_from_hf
 from engine.errors import UserError
-from engine.memory.costs import training_run_bytes
+from engine.memory.costs import (
+    LOGIT_ROWS,
+    buffer_row_bytes,
+    layers_kept,
+    logits_bytes,
+    training_bytes,
+    training_run_bytes,
+)
 from engine.tuning import Batch, OpenRun, PublishRun, Sample
 from testing.models.tiny import PLAIN_EXPERTS, save_hf, tiny_model
 from tests.architectures.test_glm4_moe_lite import SIZES
@@ -96,6 +106,14 @@ def test_they_are_the_same_whichever_layers_are_computed_again(tmp_path: Path, m
         tuning.engine.close()
     assert all(torch.equal(found[0][name], each[name]) for each in found[1:] for name in found[0])
     assert any(gradient.abs().max() > 0 for gradient in found[0].values())
+
+
+@given(most=st.integers(1, 1 << 20), part=st.floats(0, 1))
+def test_what_layers_keep_is_in_the_memory_plan_whatever_the_size_of_a_micro_batch(most: int, part: float):
+    config = config_from_hf(tiny_model().config.to_dict())
+    tokens, row = max(1, int(part * most)), buffer_row_bytes(config)
+    rest = most * (config.num_hidden_layers * config.hidden_size * 4 + 2 * row) + logits_bytes(config, LOGIT_ROWS)
+    assert layers_kept(config, tokens) * tokens * row <= training_bytes(config, most) - rest
 
 
 def sampled_as_trained(tuning: Tuning) -> None:
