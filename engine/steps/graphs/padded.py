@@ -77,7 +77,7 @@ class PaddedDecode:
         has MLPs of its own (never captured)."""
         if not 1 <= len(plan.rows) <= self.buckets[-1]:
             return False
-        if not plan.single or any(row.state is not None and row.state.replayed for row in plan.rows):
+        if not plan.single or (self.model.keeps_states and any(row.state.replayed for row in plan.rows if row.state)):
             return False
         apart = self.model.slots_with_extra_mlps
         return not apart or apart.isdisjoint([row.adapter_slot for row in plan.rows])
