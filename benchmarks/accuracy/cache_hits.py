@@ -22,7 +22,8 @@ from typing import Any
 from benchmarks import record
 from benchmarks.cpu.engine import BenchEngine
 from benchmarks.cpu.state import describe_machine, versions
-from benchmarks.models.make import Shape, model_path, write_model
+from benchmarks.models.make import model_path, write_model
+from benchmarks.models.shapes import Shape
 from demo.paths import demo_model
 from testing.harness import Harness
 

@@ -6,13 +6,14 @@ import gc
 import math
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gguf
 
-from benchmarks.models.make import Shape, tensor_types
+from benchmarks.models.shapes import Shape, tensor_types
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.launch.assemble import assemble
@@ -42,18 +43,19 @@ class Needs:
     """Bytes that a step must read, as the file stores them."""
 
     def __init__(self, shape: Shape, mix: str) -> None:
-        self.expert = [0] * shape.layers  # of one expert of a layer, all three projections
+        sizes: Counter[int] = Counter()
         self.dense = 0  # all else but the embedding, of which a token reads one row
         for name, dims, type in tensor_types(shape, mix):
             block, size = gguf.GGML_QUANT_SIZES[type]
             total = math.prod(dims) // block * size
             if "_exps." in name:
-                self.expert[int(name.split(".")[1])] += total // shape.experts
+                sizes[int(name.split(".")[1])] += total // shape.experts
             elif name != "token_embd.weight":
                 self.dense += total
+        self.expert = [sizes[layer] for layer in sorted(sizes)]  # of one of each sparse layer, all three projections
 
     def step(self, touched: list[int], kv_bytes: int) -> int:
-        """`touched`: distinct experts by layer."""
+        """`touched`: distinct experts by sparse layer."""
         return self.dense + kv_bytes + sum(n * size for n, size in zip(touched, self.expert, strict=True))
 
 

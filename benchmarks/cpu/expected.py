@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.models.make import Shape, made_model
+from benchmarks.models.make import made_model
+from benchmarks.models.shapes import Shape
 from benchmarks.report.expected import table
 from ktserve.launcher import program
 

@@ -25,7 +25,8 @@ from benchmarks.cpu.engine import BenchEngine
 from benchmarks.cpu.state import SHORT, describe_machine, versions
 from benchmarks.kernels.formats import GGUF, errors, weight
 from benchmarks.kernels.probe import measure_peaks
-from benchmarks.models.make import SHAPES, Shape, model_path, write_model
+from benchmarks.models.make import model_path, write_model
+from benchmarks.models.shapes import SHAPES, Shape
 from benchmarks.peers.llamacpp import Flags, Peer, PeerError
 from benchmarks.report.beside import FORMATS_HEAD
 from native import _native
@@ -61,7 +62,7 @@ class Row:
 
 def measure(path: Path, shape: Shape, type: str, peer: Peer | None, threads: int, tokens: int, repeats: int) -> Row:
     """`tokens`: decode steps of a repetition."""
-    flags, speeds = _best_flags(peer, path, threads, tokens) if peer else (None, [])
+    flags, speeds = best_flags(peer, path, threads, tokens) if peer else (None, [])
     engine = BenchEngine(path, shape, type, threads, pack_cache="off")
     try:
         isa = _native.choose_isa("")
@@ -95,7 +96,7 @@ def measure(path: Path, shape: Shape, type: str, peer: Peer | None, threads: int
     )
 
 
-def _best_flags(peer: Peer, path: Path, threads: int, tokens: int) -> tuple[Flags, list[dict[str, float]]]:
+def best_flags(peer: Peer, path: Path, threads: int, tokens: int) -> tuple[Flags, list[dict[str, float]]]:
     """And what they reached."""
     tries = {
         flags: peer.bench(path, flags, [PROMPT], tokens) for flags in (Flags(threads), Flags(threads, repack=False))

@@ -20,7 +20,8 @@ from unittest.mock import patch
 
 from benchmarks.cpu.engine import BenchEngine
 from benchmarks.cpu.state import SHORT
-from benchmarks.models.make import TYPES, Shape, made_model
+from benchmarks.models.make import TYPES, made_model
+from benchmarks.models.shapes import Shape
 from native import topology
 
 

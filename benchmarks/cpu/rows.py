@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.cpu.kt import kt
 from benchmarks.cpu.servers import adapters, arrivals, first, server, start
 from benchmarks.cpu.state import SHORT, Run
-from benchmarks.models.make import Shape
+from benchmarks.models.shapes import Shape
 
 
 def decode(run: Run, mix: str) -> None:

@@ -21,7 +21,8 @@ from benchmarks.client import StreamError
 from benchmarks.cpu.engine import RunError
 from benchmarks.cpu.rows import ROWS
 from benchmarks.cpu.state import Run, describe_machine
-from benchmarks.models.make import TYPES, Shape
+from benchmarks.models.make import TYPES
+from benchmarks.models.shapes import Shape
 from benchmarks.peers.kt import KtError
 from benchmarks.peers.llamacpp import PeerError
 from engine.errors import KtserveError

@@ -18,7 +18,8 @@ from benchmarks import record
 from benchmarks.client import our_server
 from benchmarks.cpu.engine import BenchEngine
 from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s, measure_peaks
-from benchmarks.models.make import Shape, adapter_path, made_model, write_adapter
+from benchmarks.models.make import adapter_path, made_model, write_adapter
+from benchmarks.models.shapes import Shape
 from benchmarks.peers.llamacpp import Flags, Peer
 from native import _native
 

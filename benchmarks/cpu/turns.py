@@ -34,7 +34,7 @@ CONTEXT = 64  # tokens of the prompts that are decoded behind
 def serve(model: str, mix: str, layers: int, threads: int) -> None:
     """In a checkout's own process: a row per line of input, its tokens a second per line of output."""
     from benchmarks.cpu.engine import BenchEngine
-    from benchmarks.models.make import Shape
+    from benchmarks.models.make import Shape  # type: ignore[attr-defined]  # where older checkouts have it, too
 
     engine = BenchEngine(Path(model), Shape(layers=layers), mix, threads)
     gc.collect()
@@ -118,7 +118,8 @@ def main() -> None:
     args = parser.parse_args()
     from benchmarks import record
     from benchmarks.cpu.state import describe_machine, versions
-    from benchmarks.models.make import Shape, model_path, write_model
+    from benchmarks.models.make import model_path, write_model
+    from benchmarks.models.shapes import Shape
 
     with tempfile.TemporaryDirectory(prefix="ktserve-turns-") as temporary:
         folder = args.models or Path(temporary)

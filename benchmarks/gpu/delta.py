@@ -29,6 +29,7 @@ from benchmarks import record
 from benchmarks.gpu.decode import AHEAD, Bench
 from benchmarks.gpu.hbm import copied_bytes_per_s, sheet_bytes_per_s, timed
 from benchmarks.gpu.served import Served, served_config
+from benchmarks.models.configs import QWEN3_5_35B_A3B
 from benchmarks.models.folder import write_folder
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.delta import DeltaBackend, DeltaInputs
@@ -38,13 +39,6 @@ from scheduler.plan import NO_STATE, RowState, StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 from testing.harness import model_runner
 
-QWEN3_5_35B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "vocab_size": 248320,
-    "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 256,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "max_position_embeddings": 262144,
-}  # fmt: skip
 TINY = {
     "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "vocab_size": 512,

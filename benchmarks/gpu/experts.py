@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks import record
-from benchmarks.models.random import LORA_RANK, QWEN3_30B_A3B, expert_bytes, random_lora, random_store
+from benchmarks.models.configs import QWEN3_30B_A3B
+from benchmarks.models.random import LORA_RANK, expert_bytes, random_lora, random_store
 from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_hf
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask

@@ -29,6 +29,7 @@ from benchmarks import record
 from benchmarks.gpu.decode import AHEAD, SECONDS, Bench, measure, read_bandwidth
 from benchmarks.gpu.hbm import copied_bytes_per_s, sheet_bytes_per_s
 from benchmarks.gpu.served import BEHIND, Served, served_config
+from benchmarks.models.configs import DEEPSEEK_V3
 from benchmarks.models.folder import write_described
 from benchmarks.models.random import expert_bytes
 from engine.architectures.parts.mla import Latent
@@ -38,16 +39,7 @@ from engine.attention.flashinfer_latent import FlashInferLatentAttention
 from engine.attention.latent import ReferenceLatentAttention
 from testing.harness import model_runner
 
-DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_act": "silu", "vocab_size": 32768,
-    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 4,
-    "first_k_dense_replace": 2, "moe_layer_freq": 1, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "n_routed_experts": 64, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
-    "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope_interleave": True, "max_position_embeddings": 40960,
-    "attention_bias": False, "tie_word_embeddings": False, "num_nextn_predict_layers": 0,
-}  # fmt: skip
+FOUR_LAYERS: dict[str, Any] = DEEPSEEK_V3 | {"num_hidden_layers": 4, "first_k_dense_replace": 2, "vocab_size": 32768}
 TINY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
     "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
@@ -132,7 +124,7 @@ def kernels(rows: Sequence[int], contexts: Sequence[int], device: str, tiny: boo
 
 
 def served(args: argparse.Namespace, context: int) -> dict[str, Any]:
-    described = {**DEEPSEEK_V3, "n_routed_experts": args.experts, **(TINY if args.tiny else {})}
+    described = {**FOUR_LAYERS, "n_routed_experts": args.experts, **(TINY if args.tiny else {})}
     most = max(args.rows)
     positions = max(most * (context + AHEAD + BLOCK_SIZE), 2 * (args.prompt + BEHIND + BLOCK_SIZE))
     flags = ["--device", "cuda", "--pack-cache", "off", "--max-num-seqs", str(most), "--expert-backend", "native"]

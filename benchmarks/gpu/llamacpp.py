@@ -39,7 +39,8 @@ import rules
 from benchmarks import record
 from benchmarks.cpu.state import describe_machine, versions
 from benchmarks.gpu.served import Served, served_config
-from benchmarks.models.make import TYPES, Shape, made_model
+from benchmarks.models.make import TYPES, made_model
+from benchmarks.models.shapes import Shape
 from benchmarks.peers.kt import spare_threads
 from benchmarks.peers.llamacpp import Flags, Peer, PeerError
 from engine.errors import UserError

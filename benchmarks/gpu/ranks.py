@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.gpu.tests import outcome
-from benchmarks.models.random import QWEN3_30B_A3B
+from benchmarks.models.configs import QWEN3_30B_A3B
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/gpu/test_tensor_parallel.py"

@@ -33,8 +33,8 @@ from api.cli.options import Parser, add_flags, resolve
 from api.config import ServeConfig
 from benchmarks import record
 from benchmarks.client import Burst, burst, our_request, our_server
+from benchmarks.models.configs import QWEN3_30B_A3B
 from benchmarks.models.folder import write_folder
-from benchmarks.models.random import QWEN3_30B_A3B
 from engine.config import EngineConfig
 from engine.device import Arrival
 from engine.launch.assemble import build

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.models.random import QWEN3_30B_A3B
+from benchmarks.models.configs import QWEN3_30B_A3B
 from engine.architectures.registry import config_from_hf
 from engine.weights.layout import expert_shape, tensors
 

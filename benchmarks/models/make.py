@@ -1,5 +1,5 @@
-"""Random models of Qwen3-30B-A3B's or gpt-oss-20b's shape with fewer layers, and random adapters for them, as two
-servers read them.
+"""Random models of the shapes of `benchmarks.models.shapes` with fewer layers, and random adapters for Qwen3-30B-A3B's,
+as two servers read them.
 
     python -m benchmarks.models.make --out DIR --layers 8 --type Q8_0
     python -m benchmarks.models.make --out DIR --layers 8 --type MXFP4 --shape gpt-oss-20b
@@ -19,8 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -29,8 +28,11 @@ import torch
 from gguf import GGMLQuantizationType as GGML
 from numpy.typing import NDArray
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING
 
+from benchmarks.models.shapes import SHAPES, Shape, tensor_types
 from testing.models.block_types import encode
+from testing.models.gguf_writer import gguf_metadata
 
 Bytes = NDArray[np.uint8]
 TYPES = ("Q8_0", "Q4_K_M", "BF16")
@@ -38,88 +40,6 @@ _FILE_TYPES = {"Q8_0": 7, "Q4_K_M": 15, "BF16": 32, "MXFP4": 38}  # general.file
 _OTHER_FILE_TYPE = 1024  # its number for files that say nothing
 _PATTERN_ROWS = 256  # drawn of a matrix whose type has no fill of its own, and repeated
 _PIECE = 1 << 24  # blocks are drawn for so many bytes at a time
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What of the model's config the benchmarks vary; the default is Qwen3-30B-A3B but for layers and vocabulary.
-    `family`: GGUF's name of it."""
-
-    layers: int = 8
-    hidden: int = 2048
-    heads: int = 32
-    kv_heads: int = 4
-    head_dim: int = 128
-    experts: int = 128
-    top_k: int = 8
-    intermediate: int = 768
-    vocabulary: int = 32000
-    context: int = 40960
-    family: str = "qwen3moe"
-
-
-SHAPES: dict[str, Shape] = {
-    "qwen3-30b-a3b": Shape(),
-    "gpt-oss-20b": Shape(
-        hidden=2880, heads=64, kv_heads=8, head_dim=64, experts=32, top_k=4, intermediate=2880, context=131072,
-        family="gpt-oss",
-    ),
-}  # fmt: skip
-
-
-def tensor_types(shape: Shape, mix: str) -> Iterator[tuple[str, tuple[int, ...], GGML]]:
-    """Name, shape (slowest first) and stored type of every tensor, in file order. `mix`: one of TYPES, or the name of a
-    GGUF type, which all matrices but routers then have."""
-    plain = GGML.Q4_K if mix == "Q4_K_M" else GGML[mix]
-    better = GGML.Q6_K if mix == "Q4_K_M" else plain
-    if shape.family == "gpt-oss":
-        yield from _gpt_oss_types(shape, plain)
-        return
-    q, kv, h = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
-    experts, inner = shape.experts, shape.intermediate
-    yield "token_embd.weight", (shape.vocabulary, h), plain
-    for i in range(shape.layers):
-        eighth = shape.layers // 8
-        more = i < eighth or i >= 7 * shape.layers // 8 or (i - eighth) % 3 == 2
-        down = better if more else plain
-        for name, dims, type in (
-            ("attn_norm", (h,), GGML.F32),
-            ("attn_q", (q, h), plain),
-            ("attn_k", (kv, h), plain),
-            ("attn_v", (kv, h), down),
-            ("attn_output", (h, q), plain),
-            ("attn_q_norm", (shape.head_dim,), GGML.F32),
-            ("attn_k_norm", (shape.head_dim,), GGML.F32),
-            ("ffn_norm", (h,), GGML.F32),
-            ("ffn_gate_inp", (experts, h), GGML.F32),
-            ("ffn_gate_exps", (experts, inner, h), plain),
-            ("ffn_up_exps", (experts, inner, h), plain),
-            ("ffn_down_exps", (experts, h, inner), down),
-        ):
-            yield f"blk.{i}.{name}.weight", dims, type
-    yield "output_norm.weight", (h,), GGML.F32
-    yield "output.weight", (shape.vocabulary, h), better
-
-
-def _gpt_oss_types(shape: Shape, of_experts: GGML) -> Iterator[tuple[str, tuple[int, ...], GGML]]:
-    plain = GGML.Q8_0 if of_experts is GGML.MXFP4 else of_experts
-    q, kv, h = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.hidden
-    experts, inner = shape.experts, shape.intermediate
-    yield "token_embd.weight", (shape.vocabulary, h), plain
-    for i in range(shape.layers):
-        yield f"blk.{i}.attn_norm.weight", (h,), GGML.F32
-        for name, out, width in (("attn_q", q, h), ("attn_k", kv, h), ("attn_v", kv, h), ("attn_output", h, q)):
-            yield f"blk.{i}.{name}.weight", (out, width), plain
-            yield f"blk.{i}.{name}.bias", (out,), GGML.F32
-        yield f"blk.{i}.attn_sinks.weight", (shape.heads,), GGML.F32
-        yield f"blk.{i}.post_attention_norm.weight", (h,), GGML.F32
-        yield f"blk.{i}.ffn_gate_inp.weight", (experts, h), GGML.F32
-        yield f"blk.{i}.ffn_gate_inp.bias", (experts,), GGML.F32
-        for name, out, width in (("gate", inner, h), ("up", inner, h), ("down", h, inner)):
-            yield f"blk.{i}.ffn_{name}_exps.weight", (experts, out, width), of_experts
-            yield f"blk.{i}.ffn_{name}_exps.bias", (experts, out), GGML.F32
-    yield "output_norm.weight", (h,), GGML.F32
-    yield "output.weight", (shape.vocabulary, h), plain
 
 
 def write_model(path: Path, shape: Shape, mix: str, seed: int = 0) -> None:
@@ -145,7 +65,8 @@ def write_model(path: Path, shape: Shape, mix: str, seed: int = 0) -> None:
         if name.endswith("norm.weight"):
             writer.write_tensor_data(np.ones(dims, np.float32))
             continue
-        writer.write_tensor_data(_draw(rng, dims, type, deviation))
+        drawn = _draw(rng, dims, type, deviation)
+        writer.write_tensor_data(-np.abs(drawn) if name.endswith("ssm_a") else drawn)  # states shrink
     writer.close()
 
 
@@ -222,27 +143,12 @@ _FILL = {
 def _describe(writer: gguf.GGUFWriter, shape: Shape, mix: str) -> None:
     writer.add_name(f"random-{shape.layers}L-{mix}")
     writer.add_file_type(_FILE_TYPES.get(mix, _OTHER_FILE_TYPE))
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(3 * shape.hidden)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    if shape.family == "gpt-oss":
-        writer.add_layer_norm_rms_eps(1e-5)
-        writer.add_rope_freq_base(150000.0)
-        writer.add_sliding_window(128)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(32.0)
-        writer.add_rope_scaling_orig_ctx_len(4096)
+    if shape.described:
+        described = CONFIG_MAPPING[shape.config["model_type"]](**shape.config)
+        described.bos_token_id = described.eos_token_id = None  # of the vocabulary below
+        gguf_metadata(writer, described)
     else:
-        writer.add_layer_norm_rms_eps(1e-6)
-        writer.add_rope_freq_base(1e6)
-    writer.add_expert_count(shape.experts)
-    writer.add_expert_used_count(shape.top_k)
-    writer.add_expert_feed_forward_length(shape.intermediate)
+        _describe_qwen3(writer, shape)
     writer.add_vocab_size(shape.vocabulary)
     tokens, merges = _vocabulary(shape.vocabulary)
     writer.add_tokenizer_model("gpt2")
@@ -254,6 +160,22 @@ def _describe(writer: gguf.GGUFWriter, shape: Shape, mix: str) -> None:
     writer.add_bos_token_id(len(tokens) - 1)
     writer.add_pad_token_id(len(tokens) - 1)
     writer.add_add_bos_token(False)
+
+
+def _describe_qwen3(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(3 * shape.hidden)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_expert_count(shape.experts)
+    writer.add_expert_used_count(shape.top_k)
+    writer.add_expert_feed_forward_length(shape.intermediate)
 
 
 def _vocabulary(size: int) -> tuple[list[str], list[str]]:

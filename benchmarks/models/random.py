@@ -1,8 +1,6 @@
-"""Qwen3-30B-A3B's shape, and random bf16 values for it, drawn on the GPU where there is one."""
+"""Random bf16 values of a model's shape, drawn on the GPU where there is one."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -12,13 +10,6 @@ from engine.weights.packed import QUANTISED_FORMATS
 from engine.weights.store import ExpertStore, WeightTensor
 from engine.weights.tiled.panels import PANEL, panel_bytes
 
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "vocab_size": 151936,
-    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
-    "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
-    "attention_bias": False, "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
 DRY = {  # instead of its own sizes, where only the way through a benchmark is to be shown
     "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 512, "max_position_embeddings": 8192,

@@ -22,6 +22,7 @@ GGUF_NAMES = {
     "minimax_m2": "minimax-m2",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
     "gpt_oss": "gpt-oss",
     "qwen3_next": "qwen3next",
     "qwen3_5_moe_text": "qwen35moe",
@@ -92,7 +93,7 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _latent_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, expanded: bool) -> None:
-    rope, sigmoid = config.rope_parameters, config.model_type == "deepseek_v3"
+    rope, sigmoid = config.rope_parameters, config.model_type in ("deepseek_v3", "glm4_moe_lite")
     head = config.qk_nope_head_dim + config.qk_rope_head_dim
     if expanded:
         writer.add_key_length(head)
@@ -127,7 +128,8 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, expanded: b
     writer.add_block_count(config.num_hidden_layers + extra)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if (inner := getattr(config, "intermediate_size", None)) is not None:
+        writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     latent = getattr(config, "kv_lora_rank", None) is not None
     writer.add_head_count_kv(1 if latent and not expanded else config.num_key_value_heads)
@@ -159,6 +161,8 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, expanded: b
         if extra:
             writer.add_nextn_predict_layers(extra)
     if config.model_type in STATEFUL:
+        if config.model_type != "qwen3_next":
+            writer.add_rope_dimension_sections([*rope.get("mrope_section", (11, 11, 10)), 0])
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
