@@ -27,7 +27,7 @@ help:
 	@echo 'make lint       ruff, mypy, import directions, clang-format'
 	@echo 'make load       [SCENARIO=chat|tenants|adapters|long_prefill|churn|soak] [UI=1]: a minute of locust against a server of its own'
 	@echo 'make soak       two minutes of chats, floods, hang-ups and adapter churn; fails if what the server holds grows'
-	@echo 'make chaos      ten minutes of floods, hang-ups, broken bodies and folders, engine kills; prints how requests ended'
+	@echo 'make chaos      ten minutes of floods, hang-ups, broken bodies and folders, engine kills; prints how requests ended (ARGS="--family gpt_oss")'
 	@echo 'make fuzz       ten minutes of mutated files for every reader, and of requests by the OpenAPI document and by hand'
 	@echo 'make bench-cpu  MODELS=DIR [LLAMA=BINARIES] [OUT=FILE]: measure a CPU against its peaks and llama.cpp; table in docs/'
 	@echo 'make sanitize   the native tests plain (and on an emulated Haswell, with qemu-user), under ASan and UBSan, under TSan'

@@ -1,20 +1,23 @@
 """Minutes of chaos against a server of its own: floods, hang-ups, half-open and slow clients, bad bodies, adapter churn
 with broken folders, engine kills and freezes. Ends with status 1 if a promise of docs/robustness.md was broken.
 
-    make chaos [ARGS="--minutes 2 --seed 7"]
+    make chaos [ARGS="--minutes 2 --seed 7 --family deepseek_v3"]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -25,14 +28,16 @@ from loadtests.chaos.forms import batches, forms
 from loadtests.chaos.server import serving
 from loadtests.chaos.training import ended_jobs, jobs, remove_models, runs
 from loadtests.chaos.watch import Held, answers, held, ready
+from loadtests.child import ServerError
 from loadtests.http import Server
 
 _ADMIN, _KEYS = "chaos-admin", ("chaos-flood", "chaos-patient")
 _SERVE = (
     *("--max-num-seqs", "16", "--max-queue", "64", "--kv-cache-tokens", "16384", "--max-adapter-slots", "4"),
     *("--engine-hang-s", str(HANG_S), "--log-level", "warning", "--pack-cache", "off", "--request-timeout-s", "60"),
-    *("--allow-any-adapter-path", "--fine-tuning", "--training-share", "0.2"),
+    "--allow-any-adapter-path",
 )
+_TRAIN = ("--fine-tuning", "--training-share", "0.2")
 _SETTLE_S = 60.0
 _JOBS_S = 120.0  # until all jobs have ended, when nothing else runs
 _ANSWERED, _HEALTHY = 0.60, 0.85  # shares of what is asked, its own kills left out, that are to be 200
@@ -42,14 +47,31 @@ _LOG_BYTES_A_MINUTE = 256 * 1024
 _SPARE_MIB = 64.0  # of an allocator, on top of the factor
 
 
+@dataclass(frozen=True)
+class _Served:
+    """What is attacked. `flags`: that name the model and its adapters, none for the demo. Copies of the first adapter
+    are broken and loaded."""
+
+    title: str = "the demo model"
+    name: str = "demo"
+    adapters: dict[str, Path] = field(default_factory=demo_adapters)
+    flags: tuple[str, ...] = ()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", help="a tiny random model of it instead of the demo: deepseek_v3, gpt_oss, ...")
     parser.add_argument("--out", type=Path, help="file for the summary, as Markdown")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="ktchaos-") as folder:
-        summary, broken = asyncio.run(_chaos(args.minutes, args.seed, Path(folder)))
+        try:
+            served = _Served() if args.family is None else _made(args.family, Path(folder))
+        except subprocess.CalledProcessError as error:
+            print(error.stderr, end="", file=sys.stderr)
+            return 2
+        summary, broken = asyncio.run(_chaos(args.minutes, args.seed, served, Path(folder)))
     print(summary)
     if args.out:
         args.out.write_text(summary + "\n", encoding="utf-8")
@@ -58,26 +80,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-async def _chaos(minutes: float, seed: int, folder: Path) -> tuple[str, list[str]]:
+def _made(family: str, folder: Path) -> _Served:
+    """A tiny model of the family in `folder`, with an adapter. By a process of its own: what attacks needs no torch.
+    Raises CalledProcessError."""
+    command = [sys.executable, "-m", "testing.models.served", family, str(folder)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    adapter = folder / "adapter"
+    return _Served(family, "model", {"own": adapter}, (str(folder / "model"), "--adapters", f"own={adapter}"))
+
+
+@contextlib.contextmanager
+def _attackable(log: Path, flags: Sequence[str]) -> Iterator[tuple[int, Server, bool]]:
+    """As `serving`, and whether it trains: without training if the server says that it cannot train this model."""
+    with contextlib.ExitStack() as stack:
+        try:
+            pid, server = stack.enter_context(serving(log, [*flags, *_TRAIN], _ADMIN))
+            trains = True
+        except ServerError as error:
+            if _TRAIN[0] not in str(error):
+                raise
+            pid, server = stack.enter_context(serving(log, flags, _ADMIN))
+            trains = False
+        yield pid, server, trains
+
+
+async def _chaos(minutes: float, seed: int, served: _Served, folder: Path) -> tuple[str, list[str]]:
     keys = folder / "keys"
     keys.write_text("".join(f"{key}={key}\n" for key in _KEYS))
-    flags = [*_SERVE, "--api-keys-file", str(keys), "--data-dir", str(folder / "data")]
-    with serving(folder / "server.log", flags, _ADMIN) as (pid, admin):
+    flags = [*served.flags, *_SERVE, "--api-keys-file", str(keys), "--data-dir", str(folder / "data")]
+    with _attackable(folder / "server.log", flags) as (pid, admin, trains):
         target, other = (dataclasses.replace(admin, key=key) for key in _KEYS)
-        models = ["demo", *demo_adapters()]
+        models = [served.name, *served.adapters]
         server = psutil.Process(pid)
         first_answers = await answers(target, models)
         before = await held(server, admin)
         attack = Attack(
-            target, other, admin, server, models, demo_adapters()["pirate"], folder, random.Random(seed),
+            target, other, admin, server, models, next(iter(served.adapters.values())), folder, random.Random(seed),
             asyncio.get_running_loop().time() + minutes * 60,
         )  # fmt: skip
         health_s: list[float] = []
-        await asyncio.gather(
-            *(actor(attack) for actor in (*ACTORS, forms, batches, jobs, runs)), observer(attack, health_s)
-        )
+        actors = (*ACTORS, forms, batches, *((jobs, runs) if trains else ()))
+        await asyncio.gather(*(actor(attack) for actor in actors), observer(attack, health_s))
         serves = await ready(target, _SETTLE_S)
-        ends = await ended_jobs(attack, _JOBS_S)
+        ends = await ended_jobs(attack, _JOBS_S) if trains else {}
         await remove_models(attack)
         after = await _settled(server, admin)
         last_answers = await answers(target, models)
@@ -86,9 +131,10 @@ async def _chaos(minutes: float, seed: int, folder: Path) -> tuple[str, list[str
     broken += [f"job {job}: {end}" for job, end in ends.items() if end not in ("succeeded", "cancelled")]
     if log_bytes > _LOG_BYTES_A_MINUTE * max(minutes, 1):
         broken.append(f"the log has {log_bytes} bytes")
-    title = f"{minutes:g} minutes, seed {seed}"
+    title = f"{served.title}, {minutes:g} minutes, seed {seed}"
     summary = _summary(attack, title, before, after, health_s, log_bytes, first_answers == last_answers)
-    return f"{summary}\n\nJobs: {_counts(Counter(ends.values()))}.", broken
+    trained = f"Jobs: {_counts(Counter(ends.values()))}." if trains else "This model is not trained beside serving."
+    return f"{summary}\n\n{trained}", broken
 
 
 async def _settled(server: psutil.Process, target: Server) -> Held:

@@ -1,4 +1,4 @@
-"""A server with the demo model on this machine, to be attacked."""
+"""A server on this machine, to be attacked."""
 
 from __future__ import annotations
 

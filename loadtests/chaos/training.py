@@ -75,7 +75,7 @@ async def _create(a: Attack) -> None:
         return
     values = {"n_epochs": a.rng.randint(1, 4), "batch_size": 2}
     wanted = {
-        "model": "demo",
+        "model": a.models[0],
         "training_file": made.json()["id"],
         "method": {"type": "supervised", "supervised": {"hyperparameters": values}},
     }
@@ -94,7 +94,7 @@ async def runs(a: Attack) -> None:
     while not a.over:
         session = await _tinker(a, "create_session")
         if session is not None:
-            new = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": "demo"}
+            new = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": a.models[0]}
             made = await _future(a, await _tinker(a, "create_model", **new, lora_config={"rank": a.rng.randint(1, 8)}))
             if made is not None:
                 await _run(a, made["model_id"])

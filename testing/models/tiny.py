@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MiniMaxM2Config,
@@ -77,6 +79,10 @@ STATEFUL: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, _DELTA),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _DELTA),
 }
+# layers of another family's in other sizes: served in a test of its own
+ALIKE: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _LATENT | {"num_nextn_predict_layers": 0}),
+}
 TRAINED = (*PLAIN_EXPERTS, *STATEFUL)
 WIDE_EXPERTS = ("mixtral", "minimax_m2", "gpt_oss")  # as wide as `intermediate_size`, in all layers, and normalised
 
@@ -86,7 +92,7 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random model in eval mode whose logits differ clearly between tokens. `config` overrides fields of the family's
     configuration; K-quants need hidden_size and moe_intermediate_size to be multiples of 256, Q8_0 of 32."""
-    make_config, make_model, own = (FAMILIES | STATEFUL)[family]
+    make_config, make_model, own = (FAMILIES | STATEFUL | ALIKE)[family]
     fields: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -111,12 +117,12 @@ def tiny_model(
         fields["n_routed_experts"] = fields.pop("num_experts")
         fields.setdefault("first_k_dense_replace", len(fields.pop("mlp_only_layers", ())))
         fields.setdefault("num_nextn_predict_layers", 0)
-    if family.startswith("deepseek"):  # keys and values of as many heads as queries
+    if family.startswith("deepseek") or family in ALIKE:  # keys and values of as many heads as queries
         fields["n_routed_experts"] = fields.pop("num_experts")
         fields.pop("mlp_only_layers", None)
         fields.pop("head_dim", None)  # of the rotated part there
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-        fields["norm_topk_prob"] = family == "deepseek_v3" and fields["norm_topk_prob"]
+        fields["norm_topk_prob"] = family != "deepseek_v2" and fields["norm_topk_prob"]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = make_config(**fields)
