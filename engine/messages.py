@@ -28,8 +28,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     output ends where that ends.
 
     `after`: it begins behind the first such token, that of the end of reasoning; anything may stand before. `opens`: so
-    only if this token, that of the beginning of reasoning, is the output's first; else it begins at once. None:
-    reasoning has begun. `field`: the request's field that it comes from, for messages."""
+    only if this token, that of the beginning of reasoning, is the output's first but for white space; else it begins at
+    once. None: reasoning has begun. `field`: the request's field that it comes from, for messages."""
 
     kind: Literal["json_schema", "regex", "choice", "gbnf", "lark"]
     text: str

@@ -59,6 +59,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._unserved = "the text of the tokens is not known"  # why there is none
         self._executor: LLExecutor | None = None
+        self._spaces = frozenset[int]()
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar-compile")
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         self._cache: OrderedDict[_Key, LLMatcher] = OrderedDict()  # at their beginning, the last used one last
@@ -76,6 +77,7 @@ class Grammars:
             return
         from llguidance import LLExecutor
 
+        self._spaces = frozenset(i for i, token in enumerate(vocabulary.tokens) if token.isspace())
         self._tokenizer = tokenizer_of(vocabulary, self._eos_token_ids, self._vocab_size)
         self._executor = LLExecutor(min(_MASK_THREADS, len(os.sched_getaffinity(0))))
 
@@ -93,7 +95,7 @@ class Grammars:
 
     def open(self, request_id: str, spec: GrammarSpec) -> tuple[GrammarMask, bool]:
         """A mask for a new request, and whether it can be used at once; else `Compiled` or `CompileFailed` follows."""
-        mask, key = GrammarMask(spec.after, spec.opens), (spec.kind, spec.text)
+        mask, key = GrammarMask(spec.after, spec.opens, self._spaces), (spec.kind, spec.text)
         self._masks[request_id] = mask
         if (compiled := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)

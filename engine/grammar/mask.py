@@ -37,14 +37,17 @@ class Ahead:
 
 class GrammarMask(TokenMask):
     """`after`: the token behind which the grammar begins, None: at once. `opens`: only if this token comes first, else
-    at once. The matcher has seen the committed output; drafts are tried and taken back."""
+    at once; as far as the grammar allows, `spaces` (tokens of white space) may stand before it, which GLM-4.6 writes
+    there. The matcher has seen the committed output; drafts are tried and taken back."""
 
     name = "the grammar"
 
-    def __init__(self, after: int | None, opens: int | None = None) -> None:
+    def __init__(self, after: int | None, opens: int | None = None, spaces: frozenset[int] = frozenset()) -> None:
         self.matcher: LLMatcher | None = None  # once it is compiled
         self._after = after
-        self._opens = opens  # until the first token has come
+        self._opens = opens  # until the first token that is no space has come
+        self._spaces = spaces
+        self._unspaced: LLMatcher | None = None  # as it was before spaces, as long as they may be before reasoning
         self._begin = 0 if after is None else None  # output tokens before the grammar, once it has begun
         self._seen = 0  # output tokens looked at
         self.ahead: Ahead | None = None
@@ -61,45 +64,67 @@ class GrammarMask(TokenMask):
         if self.matcher.is_error():
             raise UserError(f"the grammar cannot be followed any further: {self.matcher.get_error()[:_MAX_MESSAGE]}")
 
-    def follow(self, output: Sequence[int]) -> LLMatcher:
-        """The matcher, after the output's new tokens."""
+    def follow(self, output: Sequence[int]) -> None:
+        """The output's new tokens."""
         assert self.matcher is not None  # the request was held until then
         new, self._seen = list(output[self._seen :]), len(output)
-        if self._opens is not None and new:
-            if new[0] != self._opens:
-                self._begin = 0
-            self._opens = None
+        if self._opens is not None:
+            new = self._first(self._opens, new)
         if self._begin is None and self._after in new:
             new = new[new.index(self._after) + 1 :]
             self._begin = self._seen - len(new)
         if self._begin is not None and new:
             self.matcher.consume_tokens(new)
-        return self.matcher
+
+    def _first(self, opens: int, new: list[int]) -> list[int]:
+        """Of the first tokens, those that are left when spaces were looked at."""
+        assert self.matcher is not None
+        spaces = self._leading(new)
+        if spaces < len(new):
+            if new[spaces] != opens:
+                self._begin = 0
+            elif self._unspaced is not None:
+                self.matcher = self._unspaced
+            self._opens = self._unspaced = None
+            return new
+        if new:
+            self._unspaced = self._unspaced or self.matcher.deep_copy()
+            self.matcher.consume_tokens(new)
+        return []
+
+    def _leading(self, tokens: Sequence[int]) -> int:
+        """How many spaces come first."""
+        return next((i for i, token in enumerate(tokens) if token not in self._spaces), len(tokens))
 
     def places(self, drafts: Sequence[int]) -> Places:
         """Where in `drafts` the grammar applies."""
+        assert self.matcher is not None
         if self._begin is not None:
-            return Places([(0, list(drafts))])
+            return Places([(self.matcher, 0, list(drafts))])
         if self._opens is None:
-            return Places(self._behind(0, drafts))
-        if not drafts or drafts[0] != self._opens:
-            return Places([(0, list(drafts))], self._opens)
-        return Places([(0, []), *self._behind(1, drafts[1:])], self._opens)
+            return Places(self._behind(self.matcher, 0, drafts))
+        spaces = self._leading(drafts)
+        also = (1 + spaces, self._opens)
+        if spaces == len(drafts) or drafts[spaces] != self._opens:
+            return Places([(self.matcher, 0, list(drafts))], also)
+        behind = self._unspaced or (self.matcher.deep_copy() if spaces else self.matcher)  # each tries one text
+        opened = spaces + 1
+        return Places([(self.matcher, 0, list(drafts[:spaces])), *self._behind(behind, opened, drafts[opened:])], also)
 
-    def _behind(self, before: int, drafts: Sequence[int]) -> list[tuple[int, list[int]]]:
+    def _behind(self, matcher: LLMatcher, before: int, drafts: Sequence[int]) -> list[tuple[LLMatcher, int, list[int]]]:
         """In drafts of which the first so many have been looked at."""
         if self._after not in drafts:
             return []
         start = drafts.index(self._after) + 1
-        return [(before + start, list(drafts[start:]))]
+        return [(matcher, before + start, list(drafts[start:]))]
 
 
 class Places(NamedTuple):
-    """`at`: the grammar begins to apply after so many drafts, and goes on with these. `also`: the token that may come
-    beside it in place of the first draft."""
+    """`at`: a matcher begins to apply after so many drafts, and goes on with these. `also`: after none and each of the
+    first drafts, so many places, this token may come beside what the grammar allows."""
 
-    at: list[tuple[int, list[int]]]
-    also: int | None = None
+    at: list[tuple[LLMatcher, int, list[int]]]
+    also: tuple[int, int] | None = None
 
 
 def fill(
@@ -112,23 +137,24 @@ def fill(
     row = 0
     also: list[tuple[int, int]] = []
     for mask, output, drafts in masks:
-        matcher = mask.follow(output)
+        mask.follow(output)
         places = mask.places(drafts)
-        for start, rest in places.at:
+        for matcher, start, rest in places.at:
             if rest:
                 drafted.append((matcher, row + start, rest))
             else:
                 single.append((matcher, row + start))
         if places.also is not None:
-            also.append((row, places.also))
+            count, token = places.also
+            also += [(row + i, token) for i in range(count)]
         row += 1 + len(drafts)
     where, width = words.ctypes.data, words.shape[1] * words.itemsize
     if single:
         executor.unsafe_compute_mask_ptr(single, where, width, len(words))
     if drafted:
         executor.unsafe_compute_mask_ptr_with_draft_token(drafted, where, width, len(words))
-    for first, token in also:
-        words[first, token // 32] |= np.uint32(1 << token % 32)
+    for place, token in also:
+        words[place, token // 32] |= np.uint32(1 << token % 32)
 
 
 def all_ones(rows: int, vocab_size: int) -> TokenBitmask:
