@@ -50,7 +50,8 @@ class Shape:
         return dict(self.described) | {"num_hidden_layers": self.layers, "vocab_size": self.vocabulary}
 
 
-def _described(config: dict[str, Any]) -> Shape:
+def described_shape(config: dict[str, Any]) -> Shape:
+    """That of a config.json, but for the vocabulary."""
     known = config_from_hf(config)
     return Shape(
         layers=known.num_hidden_layers,
@@ -66,11 +67,11 @@ def _described(config: dict[str, Any]) -> Shape:
 
 SHAPES: dict[str, Shape] = {
     "qwen3-30b-a3b": Shape(),
-    "qwen3.5-35b-a3b": _described(QWEN3_5_35B_A3B),
-    "deepseek-v2-lite": _described(DEEPSEEK_V2_LITE),
-    "glm-4.7-flash": _described(GLM_4_7_FLASH),
-    "gpt-oss-20b": _described(GPT_OSS_20B),
-    "mixtral-8x7b": _described(MIXTRAL_8X7B),
+    "qwen3.5-35b-a3b": described_shape(QWEN3_5_35B_A3B),
+    "deepseek-v2-lite": described_shape(DEEPSEEK_V2_LITE),
+    "glm-4.7-flash": described_shape(GLM_4_7_FLASH),
+    "gpt-oss-20b": described_shape(GPT_OSS_20B),
+    "mixtral-8x7b": described_shape(MIXTRAL_8X7B),
 }
 
 

@@ -97,7 +97,7 @@ def test_families_are_told_apart() -> None:
     for read in (lambda f: f.name, lambda f: f.model_class):
         assert len({read(family) for family in architectures()}) == len(architectures())
     stored = {family.name: family.gguf for family in architectures()}
-    assert {name: gguf for name, gguf in stored.items() if name in _TESTED} == GGUF_NAMES
+    assert stored.items() >= GGUF_NAMES.items() and set(_TESTED) <= set(GGUF_NAMES)
 
 
 @pytest.mark.parametrize("family", [f for f in architectures() if f.name in _TESTED], ids=lambda family: family.name)

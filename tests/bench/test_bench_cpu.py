@@ -17,7 +17,8 @@ from benchmarks.cpu.nodes import compare as compare_nodes
 from benchmarks.cpu.run import keep_other_machines, measure, parse
 from benchmarks.cpu.state import Run
 from benchmarks.kernels.probe import Peaks, compared, known_read_gb_s
-from benchmarks.models.make import Shape, write_model
+from benchmarks.models.make import write_model
+from benchmarks.models.shapes import Shape
 from benchmarks.peers.kt import KtError, KtPeer, Variant, spare_threads, variants
 from benchmarks.peers.llamacpp import Flags, PeerError, request
 from benchmarks.record import RESULTS

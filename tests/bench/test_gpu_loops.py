@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.accuracy.table import recording
 from benchmarks.gpu import attention, decode, experts, quantised, timeline
-from benchmarks.models.random import DRY, QWEN3_30B_A3B, random_store
+from benchmarks.models.configs import QWEN3_30B_A3B
+from benchmarks.models.random import DRY, random_store
 from engine.architectures.registry import config_from_hf
 from engine.attention.reference import ReferenceAttention
 from engine.experts.gpu.layout import Sizes

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cpu.engine import Needs
 from benchmarks.gpu.llamacpp import PLACEMENTS, best_flags, candidates, measure, parse, placement, row
-from benchmarks.models.make import Shape
+from benchmarks.models.shapes import Shape
 from benchmarks.peers.llamacpp import Flags, Peer, PeerError
 from rules import Machine, place
 from tests.bench.shape import SHAPE

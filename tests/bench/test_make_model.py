@@ -11,19 +11,46 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.cpu.engine import Needs
-from benchmarks.models.make import TYPES, Shape, model_path, tensor_types, write_adapter, write_model
+from benchmarks.models.make import TYPES, model_path, write_adapter, write_model
+from benchmarks.models.shapes import SHAPES, Shape, described_shape, tensor_types
 from engine.weights.open import open_model
 from testing.harness import Harness
 from tests.bench.shape import SHAPE
 
-GPT_OSS = replace(SHAPE, family="gpt-oss")
+_ATTENTION = {"num_attention_heads": 4, "head_dim": 64, "num_key_value_heads": 2}
+_LATENT = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2}
+_LARGE = {
+    "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4,
+    "shared_expert_intermediate_size": 256, "num_experts_per_tok": 2, "num_experts": 8, "n_routed_experts": 8,
+    "num_local_experts": 8, "q_lora_rank": 256,
+}  # fmt: skip
+OTHERS = {
+    "qwen3.5-35b-a3b": _ATTENTION | _DELTA,
+    "deepseek-v2-lite": _LATENT | {"num_key_value_heads": 4, "moe_intermediate_size": 96},
+    "glm-4.7-flash": _LATENT | {"num_key_value_heads": 4},
+    "gpt-oss-20b": _ATTENTION,
+    "mixtral-8x7b": _ATTENTION,
+}
+
+
+def small(name: str) -> Shape:
+    """A shape of SHAPES with what it has of _LARGE made small."""
+    shape = SHAPES[name]
+    less = {key: value for key, value in _LARGE.items() if shape.config.get(key) is not None}
+    config = shape.config | less | OTHERS[name] | {"num_hidden_layers": SHAPE.layers}
+    return replace(described_shape(config), vocabulary=SHAPE.vocabulary)
+
+
 FILES = [
     *((SHAPE, mix) for mix in [*TYPES, "IQ3_XXS"]),  # one of those without a fill of their own
-    *((GPT_OSS, mix) for mix in ("MXFP4", "Q8_0")),
+    *((small(name), mix) for name in OTHERS for mix in (["MXFP4"] if "gpt-oss" in name else []) + ["Q8_0", "Q4_K_M"]),
 ]
 
 
-@pytest.fixture(scope="module", params=FILES, ids=lambda param: f"{param[0].family}-{param[1]}")
+@pytest.fixture(
+    scope="module", params=FILES, ids=lambda param: f"{dict(param[0].described).get('model_type', '')}-{param[1]}"
+)
 def model(request, tmp_path_factory):
     shape, mix = request.param
     path = model_path(tmp_path_factory.mktemp("random"), shape.layers, mix, shape.family)
@@ -68,12 +95,14 @@ def test_the_engine_loads_it_and_its_logits_are_those_of_a_model(model):
 def test_the_bytes_that_a_step_needs_are_the_files(model):
     shape, mix, path = model
     needs, source = Needs(shape, mix), open_model(str(path), None)
-    every = [SHAPE.experts] * SHAPE.layers
+    sparse = source.config.sparse_layers
+    every = [shape.experts] * len(sparse)
     embedding = source.tensor("model.embed_tokens.weight").data.nbytes
     assert needs.step(every, 0) + embedding == source.num_bytes
-    store = source.experts(0)
+    store = source.experts(sparse[0])
     expert = (store.num_bytes + sum(bias.num_bytes for bias in store.biases.values())) // shape.experts
-    assert needs.step([1, 0], 7) - needs.step([0, 0], 0) == expert + 7
+    none = [0] * len(sparse)
+    assert needs.step([1, *none[1:]], 7) - needs.step(none, 0) == expert + 7
 
 
 def test_both_forms_of_an_adapter_hold_the_same_deltas(tmp_path):
@@ -92,4 +121,4 @@ def test_both_forms_of_an_adapter_hold_the_same_deltas(tmp_path):
 
 def test_a_row_that_does_not_divide_into_blocks_is_refused(tmp_path):
     with pytest.raises(ValueError, match="ffn_down_exps"):
-        write_model(tmp_path / "m.gguf", Shape(layers=1, hidden=256, intermediate=96, vocabulary=300), "Q4_K_M")
+        write_model(tmp_path / "m.gguf", Shape(layers=1, hidden=256, intermediate=80, vocabulary=300), "Q4_K_M")
