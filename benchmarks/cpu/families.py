@@ -7,8 +7,9 @@ prompts of 512 and 8192 tokens.
 Shapes of `benchmarks.models.shapes` with few layers and random weights (gpt-oss: MXFP4 and Q8_0, whatever --types says)
 are written to DIR, one at a time, and removed behind their lines. tok/s, medians of repetitions in turn; the peer with
 flash attention, and with repacked weights or without, whichever is faster at decode of one. `of read`: bytes of a step,
-as the file stores them, a second, over the read bandwidth measured just before. llama.cpp takes DeepSeek-V2-Lite for
-what it is by its 27 layers: for a file with fewer its `is_lite` needs their number, too. The variable KTSERVE_ISA
+as the file stores them, a second, over the read bandwidth measured just before; `outside`: the share of a step that
+is not in native calls, some 0.4 ms whatever the layers. llama.cpp takes DeepSeek-V2-Lite for
+what it is by its 27 layers: its `is_lite` has to be true for files with fewer, too. The variable KTSERVE_ISA
 chooses an older instruction set for ours.
 """
 
@@ -37,7 +38,7 @@ LAYERS = {"qwen3-30b-a3b": 8, "qwen3.5-35b-a3b": 8, "gpt-oss-20b": 8, "mixtral-8
 FEW_LAYERS = 4  # of the others
 LONG = 4096  # tokens of a prompt that is computed in one turn of the first two only
 TOKENS = 32  # decode steps of a repetition
-HEAD = ("shape", "type", "what", "tok/s", "llama.cpp", "ratio", "of read")
+HEAD = ("shape", "type", "what", "tok/s", "llama.cpp", "ratio", "of read", "outside")
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,12 @@ class Row:
     ours: float
     peer: float | None
     of_read: float | None
+    outside: float | None  # share of a step that is not in native calls
 
     def line(self) -> str:
         beside = ["", ""] if self.peer is None else [f"{self.peer:.1f}", f"{self.ours / self.peer:.2f}x"]
-        share = "" if self.of_read is None else f"{self.of_read:.0%}"
-        return f"| {' | '.join([self.shape, self.type, self.what, f'{self.ours:.1f}', *beside, share])} |"
+        shares = ["" if share is None else f"{share:.0%}" for share in (self.of_read, self.outside)]
+        return f"| {' | '.join([self.shape, self.type, self.what, f'{self.ours:.1f}', *beside, *shares])} |"
 
 
 def measure(
@@ -70,6 +72,7 @@ def measure(
         peaks = measure_peaks(engine.pool, _native.choose_isa(""))
         engine.pool.end_step()
         step_bytes = {n: engine.decode_bytes(n, 4, SHORT) for n in (1, 8)}
+        outside = {n: engine.shares(n, TOKENS, SHORT)["python_share"] for n in step_bytes}
         engine.prefill(min(prompts))
         for turn in range(turns):
             asked = [n for n in prompts if n < LONG or turn < 2]
@@ -88,7 +91,8 @@ def measure(
         speed, kind, n = statistics.median(speeds), what.split()[0], int(what.split()[1])
         share = step_bytes[n] * speed / n / peaks.bytes_per_s if kind == "decode" else None
         beside = statistics.median(theirs[what]) if theirs[what] else None
-        rows.append(Row(name, shape.layers, type, what, speed, beside, share))
+        other = outside[n] if kind == "decode" else None
+        rows.append(Row(name, shape.layers, type, what, speed, beside, share, other))
     return rows
 
 
