@@ -26,12 +26,11 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.cpu.engine import BenchEngine
-from benchmarks.cpu.formats import best_flags
 from benchmarks.cpu.state import SHORT, describe_machine, versions
 from benchmarks.kernels.probe import measure_peaks
 from benchmarks.models.make import model_path, write_model
 from benchmarks.models.shapes import SHAPES, Shape
-from benchmarks.peers.llamacpp import Peer, PeerError
+from benchmarks.peers.llamacpp import Flags, Peer, PeerError
 from native import _native
 
 LAYERS = {"qwen3-30b-a3b": 8, "qwen3.5-35b-a3b": 8, "gpt-oss-20b": 8, "mixtral-8x7b": 2}
@@ -63,7 +62,7 @@ class Row:
 def measure(
     path: Path, name: str, shape: Shape, type: str, peer: Peer | None, threads: int, prompts: Sequence[int], turns: int
 ) -> list[Row]:
-    flags = best_flags(peer, path, threads, TOKENS)[0] if peer else None
+    flags = _working_flags(peer, path, threads) if peer else None
     ours: dict[str, list[float]] = defaultdict(list)
     theirs: dict[str, list[float]] = defaultdict(list)
     engine = BenchEngine(path, shape, type, threads, pack_cache="off")
@@ -94,6 +93,20 @@ def measure(
         other = outside[n] if kind == "decode" else None
         rows.append(Row(name, shape.layers, type, what, speed, beside, share, other))
     return rows
+
+
+def _working_flags(peer: Peer, path: Path, threads: int) -> Flags:
+    """The faster ones at decode of one; with repacked weights some models end the peer. PeerError: with both."""
+    tried: dict[Flags, float] = {}
+    for flags in (Flags(threads), Flags(threads, repack=False)):
+        try:
+            peer.batched(path, flags, SHORT, 4, [8])
+            tried[flags] = peer.bench(path, flags, [SHORT], TOKENS)[f"tg{TOKENS}"]
+        except PeerError as failed:
+            print(f"{path.name}, {flags}: {failed}", flush=True)
+    if not tried:
+        raise PeerError("neither with repacked weights nor without")
+    return max(tried, key=tried.__getitem__)
 
 
 def main() -> None:

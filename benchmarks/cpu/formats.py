@@ -62,7 +62,7 @@ class Row:
 
 def measure(path: Path, shape: Shape, type: str, peer: Peer | None, threads: int, tokens: int, repeats: int) -> Row:
     """`tokens`: decode steps of a repetition."""
-    flags, speeds = best_flags(peer, path, threads, tokens) if peer else (None, [])
+    flags, speeds = _best_flags(peer, path, threads, tokens) if peer else (None, [])
     engine = BenchEngine(path, shape, type, threads, pack_cache="off")
     try:
         isa = _native.choose_isa("")
@@ -96,7 +96,7 @@ def measure(path: Path, shape: Shape, type: str, peer: Peer | None, threads: int
     )
 
 
-def best_flags(peer: Peer, path: Path, threads: int, tokens: int) -> tuple[Flags, list[dict[str, float]]]:
+def _best_flags(peer: Peer, path: Path, threads: int, tokens: int) -> tuple[Flags, list[dict[str, float]]]:
     """And what they reached."""
     tries = {
         flags: peer.bench(path, flags, [PROMPT], tokens) for flags in (Flags(threads), Flags(threads, repack=False))
