@@ -7,11 +7,13 @@ import socket
 from collections.abc import Callable
 
 import httpx
+import psutil
 
 from cluster.front.ingress import PROXY_CALLBACK, PROXY_SETTING
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.conftest import ROOT
 
+SERVER = "--config", "ktserve-replica-"  # words of the command line of a replica's own server
 _STARTS_S = 600.0  # processes of Ray and the server of a replica, on a machine that others keep busy
 
 
@@ -27,6 +29,28 @@ def ready(url: str) -> int:
     except httpx.TransportError:
         return 0
     return int(answer.json()["replicas"].get("ready", 0)) if answer.status_code == 200 else 0
+
+
+def processes(*words: str) -> list[psutil.Process]:
+    """Those below this process with all the words in their command lines, the oldest first: others on this machine may
+    run Ray, too."""
+    ours = sorted(psutil.Process().children(recursive=True), key=psutil.Process.create_time)
+    return [process for process in ours if all(word in _line(process) for word in words)]
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""  # it has ended meanwhile
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether or not its parent has asked how."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def prepare() -> int:

@@ -20,7 +20,7 @@ import yaml
 
 from api.tenants.hashes import new_key
 from testing.waiting import PATIENCE_S, eventually
-from tests.cluster.on_ray import comes, prepare
+from tests.cluster.on_ray import SERVER, comes, prepare, processes
 
 if not os.environ.get("KTSERVE_TEST_RAY"):
     pytest.skip("for make test-ray", allow_module_level=True)
@@ -104,12 +104,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
 
 def servers() -> list[psutil.Process]:
     """The replicas' own servers."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = process.info["cmdline"] or []
-        if "serve" in line and any("ktserve-replica-" in word for word in line):
-            found.append(process)
-    return found
+    return processes(*SERVER)
 
 
 def test_answers_are_those_of_a_server(app: App) -> None:
@@ -131,7 +126,7 @@ def test_answers_are_those_of_a_server(app: App) -> None:
 @pytest.mark.parametrize("key", ["", "kt-wrong", "its own"])
 def test_a_gigabyte_takes_little_memory_and_stops_no_stream(app: App, key: str) -> None:
     """Chunked. Of the processes that read it: the proxy of Serve and the front."""
-    readers = [each for each in psutil.process_iter(["cmdline"]) if _reads(each)]
+    readers = [*processes("ray::", "ProxyActor"), *processes("ray::", ":front")]
     assert len(readers) == 2
     before, most, sent = [each.memory_info().rss for each in readers], [0, 0], 0
 
@@ -154,11 +149,6 @@ def test_a_gigabyte_takes_little_memory_and_stops_no_stream(app: App, key: str) 
         assert next(line for line in lines if line).startswith("data: {")
     grown = [(peak - was) >> 20 for peak, was in zip(most, before, strict=True)]
     assert max(grown) < 100, f"{grown} MiB"
-
-
-def _reads(process: psutil.Process) -> bool:
-    line = " ".join(process.info["cmdline"] or [])
-    return "ray::" in line and ("ProxyActor" in line or ":front" in line)
 
 
 def test_long_answers_are_spread_evenly(app: App) -> None:
@@ -274,4 +264,4 @@ def test_an_update_goes_from_replica_to_replica(app: App) -> None:
 
 def _of(replica: str) -> psutil.Process:
     """The server whose configuration says that it is this replica's."""
-    return next(p for p in servers() if f"ktserve-replica-{replica}-" in " ".join(p.cmdline()))
+    return processes("--config", f"ktserve-replica-{replica}-")[0]

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from demo.paths import demo_adapters
 from testing.waiting import PATIENCE_S, eventually
-from tests.cluster.on_ray import comes, prepare, ready
+from tests.cluster.on_ray import SERVER, comes, ended, prepare, processes, ready
 
 if not os.environ.get("KTSERVE_TEST_RAY"):
     pytest.skip("for make test-ray", allow_module_level=True)
@@ -25,7 +24,7 @@ ray = pytest.importorskip("ray")
 REPLICAS = 2
 QUESTION = [{"role": "user", "content": "What is 7 + 8?"}]
 _VICTIMS = {
-    "a replica's server": ("serve", "--config", "ktserve-replica-"),
+    "a replica's server": SERVER,
     "a replica": ("ray::", ":engines"),
     "the router": ("ray::", ":front"),
 }
@@ -110,15 +109,6 @@ def test_replicas_report_where_adapters_are(url: str) -> None:
     eventually(lambda: slots() and slots() <= demo_adapters().keys())
 
 
-def _processes(*words: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if all(word in line for word in words):
-            found.append(process)
-    return found
-
-
 @pytest.mark.parametrize("victim", _VICTIMS)
 def test_a_kill_under_load(url: str, victim: str) -> None:
     """Every request ends; afterwards all is as before."""
@@ -137,12 +127,12 @@ def test_a_kill_under_load(url: str, victim: str) -> None:
             except httpx.TransportError as error:
                 ends[type(error).__name__] += 1
 
-    killed = _processes(*_VICTIMS[victim])[0]
-    gone = {killed.pid, *(child.pid for child in killed.children(recursive=True))}
+    killed = processes(*_VICTIMS[victim])[0]
+    gone = [killed, *killed.children(recursive=True)]
 
     def back() -> bool:
-        pids = {process.pid for process in _processes(*_VICTIMS["a replica's server"])}
-        return len(pids) == REPLICAS and not pids & gone and ready(url) == REPLICAS and not killed.is_running()
+        servers = processes(*SERVER)
+        return len(servers) == REPLICAS and ready(url) == REPLICAS and all(map(ended, gone))
 
     threads = [threading.Thread(target=ask, args=(model,)) for model in before]
     for thread in threads:

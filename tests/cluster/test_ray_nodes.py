@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from testing.waiting import PATIENCE_S, eventually
-from tests.cluster.on_ray import comes, prepare, ready
+from tests.cluster.on_ray import SERVER, comes, ended, prepare, processes, ready
 
 if not os.environ.get("KTSERVE_TEST_RAY"):
     pytest.skip("for make test-ray", allow_module_level=True)
@@ -72,17 +72,13 @@ def node_of(process: psutil.Process, workers: list[Any]) -> Any:
     return next((n for n in workers if n.all_processes["raylet"][0].process.pid in parents), None)
 
 
-def named(part: str) -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if part in " ".join(p.info["cmdline"] or [])]
-
-
 def test_a_node_that_ends_loses_its_streams_alone(nodes: Nodes) -> None:
     homes: dict[str, list[str]] = {}
     for i in range(_ADAPTERS):
         homes.setdefault(home(nodes.url, f"a{i}"), []).append(f"a{i}")
     assert len(homes) == 2, "adapters are spread"
-    assert not any(node_of(process, nodes.workers) for process in named("ray::ServeReplica:ktserve:front"))
-    servers = {home: named(f"ktserve-replica-{home}-")[0] for home in homes}
+    assert not any(node_of(process, nodes.workers) for process in processes("ray::ServeReplica:ktserve:front"))
+    servers = {home: processes("--config", f"ktserve-replica-{home}-")[0] for home in homes}
     on = {home: node_of(server, nodes.workers) for home, server in servers.items()}
     assert set(map(id, on.values())) == set(map(id, nodes.workers)), "one on each node"
     lost, kept = homes
@@ -98,8 +94,8 @@ def test_a_node_that_ends_loses_its_streams_alone(nodes: Nodes) -> None:
         rest = [line for line in lines if line]
         assert "error" in json.loads(rest[-1].removeprefix("data: ")), rest[-1]
         assert [line for line in others if line][-1] == "data: [DONE]"
-    eventually(lambda: not servers[lost].is_running() or servers[lost].status() == psutil.STATUS_ZOMBIE)
+    eventually(lambda: ended(servers[lost]))
     comes(lambda: ask(nodes.url, homes[lost][0]).status_code == 200)
     assert home(nodes.url, homes[lost][0]) == kept
     nodes.cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
-    comes(lambda: len({p.parent() for p in named("ktserve-replica-") if "serve" in p.cmdline()}) == 2)
+    comes(lambda: len({p.parent() for p in processes(*SERVER)}) == 2)
