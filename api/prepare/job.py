@@ -64,6 +64,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     answer: list[bytes] = []
     is_raw: bool = False
     messages: bytes = b""  # JSON of a response's messages, those before it included
+    is_summary: bool = False  # the response is a summary of a conversation
     head: bytes = b""  # JSON of the fields that a response repeats
     names: dict[str, tuple[str, str]] = {}  # of a response's tools in namespaces: their own names, and the namespaces
     previous: str | None = None  # the response whose messages are needed: nothing is prepared without them

@@ -165,7 +165,7 @@ ITEMS = _table(
         "program_output",
     ),
     _read("the summary, if this server wrote it; another's is left out", "compaction", "context_compaction"),
-    _out("only `/v1/responses/compact` compacts", "compaction_trigger"),
+    _read("the answer is a summary, if the input ends with it; elsewhere it is left out", "compaction_trigger"),
     _out("items are not kept one by one: send them, or `previous_response_id`", "item_reference"),
     _out("a client's own record", "ghost_snapshot"),
     _out("the request's own fields hold", "configuration_update"),

@@ -1,4 +1,5 @@
-"""POST /v1/responses/compact: what the user said and a summary, which goes on as the beginning of a conversation."""
+"""Compaction, by POST /v1/responses/compact or by an item of a response's input: what the user said and a summary go on
+as the beginning of a conversation."""
 
 from __future__ import annotations
 
@@ -11,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import CompactedResponse
 
-from api.dialects.responses.compaction import REQUEST
 from api.dialects.responses.routes import CompactionFormatter
-from api.dialects.responses.summaries import BEGINNING, opened, sealed
+from api.dialects.responses.summaries import BEGINNING, REQUEST, opened, sealed
 from api.errors import ApiError
 from api.http.answers.generation import Answers, Update
 from api.text.deltas import Text
@@ -68,6 +68,49 @@ def test_what_it_may_begin_with(server: Running) -> None:
     sent = {"tools": [{"type": "function", "name": "f"}], "parallel_tool_calls": False, "reasoning": {"effort": "low"}}
     answer = server.http.post("/v1/responses/compact", json={"model": "tiny", "input": TALK, **sent})
     assert answer.status_code == 200, answer.text
+
+
+TRIGGER: Any = {"type": "compaction_trigger"}
+OFFERS: Any = {
+    "tools": [{"type": "function", "name": "g", "parameters": {}}], "tool_choice": "required", "max_output_tokens": 1,
+    "text": {"format": {"type": "json_object"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_trigger_at_the_end_of_an_input_asks_for_a_summary(server: Running, stream: bool) -> None:
+    """Whatever else is asked for, as clients send it with every request."""
+    asked: Any = {"model": "tiny", "input": [*TALK, TRIGGER], **OFFERS}
+    if stream:
+        events = list(server.openai.responses.create(**asked, stream=True))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+        assert [event.type for event in events] == [f"response.{kind}" for kind in kinds]
+        response = cast(Any, events[-1]).response
+        assert cast(Any, events[-2]).item == response.output[0]
+    else:
+        response = server.openai.responses.create(**asked)
+    assert response.status == "completed" and response.usage.output_tokens > 1
+    (item,) = response.output
+    summary = opened(item.encrypted_content) or ""
+    for part in ("found", "done", REQUEST.split(".")[0]):
+        assert part in summary
+    goes_on = [*TALK[:2], item.model_dump(exclude_none=True), TALK[-1]]
+    then = server.http.post("/v1/responses", json={"model": "tiny", "input": goes_on})
+    assert then.status_code == 200 and "warnings" not in then.headers, then.text
+    kept = server.openai.responses.create(model="tiny", input="now", previous_response_id=response.id).output_text
+    assert all(part in kept for part in ("first", "then", BEGINNING, "now")) and '"c"' not in kept
+
+
+def test_where_a_trigger_asks_for_nothing(server: Running) -> None:
+    client = server.openai
+    with pytest.raises(openai.BadRequestError, match="nothing to compact"):
+        client.responses.create(model="tiny", input=[TRIGGER])
+    first = client.responses.create(model="tiny", input="kept")
+    (item,) = client.responses.create(model="tiny", input=[TRIGGER], previous_response_id=first.id).output
+    assert item.type == "compaction"
+    answer = server.http.post("/v1/responses", json={"model": "tiny", "input": [TRIGGER, *TALK]})
+    assert answer.status_code == 200 and "compaction_trigger" in answer.headers["warnings"]
 
 
 def test_no_summary_is_an_error_not_an_empty_one() -> None:

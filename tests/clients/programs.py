@@ -56,11 +56,11 @@ class Program(ABC):
     def ended(self, lines: list[dict[str, Any]]) -> Ended:
         """From what it has printed: an object a line."""
 
-    def run(self, prompt: str) -> Ended:
-        """A new conversation, to its end."""
+    def run(self, prompt: str, *more: str) -> Ended:
+        """A new conversation, to its end. `more`: flags beside its own."""
         proxies = {"HTTP_PROXY": NOWHERE, "HTTPS_PROXY": NOWHERE, "NO_PROXY": "127.0.0.1,localhost"}
         done = subprocess.run(
-            [str(BIN / self.name), *self.flags(), prompt],
+            [str(BIN / self.name), *self.flags(), *more, prompt],
             cwd=self.folder,
             env={"PATH": os.environ["PATH"], "HOME": str(self.home), **proxies, **self.environment()},
             stdin=subprocess.DEVNULL,
@@ -108,10 +108,12 @@ class Codex(Program):
     def look(self, file: Path) -> str:
         return call("view_image", path=str(file))
 
-    def flags(self) -> list[str]:
+    def settings(self) -> Mapping[str, str]:
         provider = f'{{name="ktserve", base_url="{self.url}/v1", wire_api="responses"}}'
-        settings = {"model_provider": "ktserve", "model_providers.ktserve": provider}
-        said = [flag for name, value in settings.items() for flag in ("-c", f"{name}={value}")]
+        return {"model_provider": "ktserve", "model_providers.ktserve": provider}
+
+    def flags(self) -> list[str]:
+        said = [flag for name, value in self.settings().items() for flag in ("-c", f"{name}={value}")]
         without = [flag for feature in ("multi_agent", "goals") for flag in ("--disable", feature)]
         return [
             "exec", "--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "demo",
@@ -126,6 +128,16 @@ class Codex(Program):
         (usage,) = [line["usage"] for line in lines if line["type"] == "turn.completed"]
         said = [item["text"] for item in items if item["type"] == "agent_message"]
         return Ended(said[-1], usage["input_tokens"], usage["cached_input_tokens"])
+
+
+class CodexOfVendor(Codex):
+    """With its vendor's own provider, of which the address alone is another."""
+
+    def settings(self) -> Mapping[str, str]:
+        return {"openai_base_url": f'"{self.url}/v1"'}
+
+    def environment(self) -> Mapping[str, str]:
+        return {"CODEX_API_KEY": "none"}
 
 
 class OpenCode(Program):

@@ -3,7 +3,8 @@ only the next one of a script.
 
 SCRIPT is the path of a JSON file: texts by the mark that stands in the prompt. The last mark of a prompt counts; the
 answer is its text number N after N turns of the assistant behind it, then its last one again. Requests without tools
-(a client's own, for a title) and prompts without a mark get TITLE. PROMPTS is the path of a file that gets each prompt,
+(a client's own, for a title or a summary) get the text of WITHOUT_TOOLS; they and prompts without a mark get TITLE if
+there is none. PROMPTS is the path of a file that gets each prompt,
 a JSON text a line.
 """
 
@@ -27,6 +28,7 @@ from engine.messages import Submit, ToEngine
 from scheduler.request import ThinkingBudget
 
 TITLE = "A short title"
+WITHOUT_TOOLS = "(no tools)"
 TURN = "<|im_start|>assistant\n"
 END = "<|im_end|>"
 TOOLS = "<tools>"
@@ -34,8 +36,10 @@ TOOLS = "<tools>"
 
 def answer_to(prompt: str, script: dict[str, list[str]]) -> str:
     """The text that a prompt is answered with."""
+    if TOOLS not in prompt:
+        return script.get(WITHOUT_TOOLS, [TITLE])[0]
     place, mark = max((prompt.rfind(mark), mark) for mark in script)
-    if place < 0 or TOOLS not in prompt:
+    if place < 0:
         return TITLE
     texts, done = script[mark], prompt.count(TURN, place) - 1
     return texts[min(done, len(texts) - 1)]

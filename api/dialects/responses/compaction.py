@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated
 
 import msgspec
 from pydantic import Field
@@ -12,18 +11,10 @@ from api.bodies import shapes
 from api.bodies.body import Body, no_op, supported
 from api.bodies.parsing import Notes, parse
 from api.bodies.values import Messages
-from api.dialects.responses.requests import WORDS, ReasoningConfig, ResponsesRequest, chat_of
-from api.dialects.responses.summaries import BEGINNING
+from api.dialects.responses.requests import ReasoningConfig, ResponsesRequest, summary_of
 from api.errors import bad_request
 from api.prepare.job import Job, Prepared
-from api.prepare.prompts import TOKEN_BYTES, Preparer
-
-REQUEST: Final = (
-    "Write a summary of the conversation so far. It takes the place of everything but the user's own messages: whoever "
-    "goes on reads those and your summary alone. Say what was asked for, what was decided and why, what has been done, "
-    "which files, commands and results matter, and what is to be done next. Write the summary alone."
-)
-_PART = 4  # of the context: a summary is no longer
+from api.prepare.prompts import Preparer
 
 
 class CompactRequest(Body):
@@ -55,29 +46,14 @@ class CompactRequest(Body):
 
 
 def prepare(prompts: Preparer, job: Job, raw: bytes, notes: Notes) -> Prepared:
-    """`messages` of the result: those of the conversation, without the request for a summary."""
     body = parse(CompactRequest, raw, notes)
     if body.previous_response_id is not None and job.history is None:
         return Prepared(b"", previous=body.previous_response_id)
     history = [] if job.history is None else msgspec.json.decode(job.history)
     if body.input is None and not history:
         raise bad_request("input or previous_response_id is expected", "input")
-    # What the conversation ends with is no news to be answered: an image in it becomes a line.
-    asked = {"role": "user", "content": REQUEST}
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
     whole = ResponsesRequest.model_construct(
-        model=body.model, input=[*given, asked], instructions=body.instructions, reasoning=body.reasoning
+        model=body.model, input=given, instructions=body.instructions, reasoning=body.reasoning
     )
-    chat, messages, _ = chat_of(whole, history, notes)
-    prepared = prompts.chat_of(chat, job, notes, WORDS)
-    left = job.max_model_len - len(prepared.prompts[0]) // TOKEN_BYTES
-    options = {**msgspec.json.decode(prepared.options), "max_tokens": min(left, max(1, job.max_model_len // _PART))}
-    return msgspec.structs.replace(
-        prepared, options=msgspec.json.encode(options), messages=msgspec.json.encode(messages[:-1])
-    )
-
-
-def kept(messages: Sequence[dict[str, Any]]) -> list[str]:
-    """What the user said. A summary before this one is in this one."""
-    said = [message["content"] for message in messages if message["role"] == "user"]
-    return [text for text in said if text and not text.startswith(BEGINNING)]
+    return summary_of(prompts, job, whole, history, notes)

@@ -67,6 +67,8 @@ class Items:
                     self._notes.left_out(where, kind)
                 else:
                     self.messages.append({"role": "user", "content": summary})
+            case "compaction_trigger":  # one that the input does not end with
+                self._notes.left_out(where, kind)
             case "additional_tools" | "tool_search_output":
                 tools = item.get("tools") or []
                 if not isinstance(tools, list):

@@ -19,9 +19,10 @@ from api.bodies.values import Alternatives, Messages, PositiveCount
 from api.dialects.common.content import SchemaFormat, kind_of, response_format, string_in
 from api.dialects.responses.items import Items
 from api.dialects.responses.offers import Offered, offered_of
+from api.dialects.responses.summaries import REQUEST, is_trigger, kept
 from api.errors import bad_request
 from api.prepare.job import Job, Prepared
-from api.prepare.prompts import Preparer
+from api.prepare.prompts import TOKEN_BYTES, Preparer
 from api.text.kinds import CHOICES, Fate
 from api.text.messages import unsupported
 
@@ -41,6 +42,9 @@ WORDS = {  # of a chat's fields
 _SAMPLING = set(SamplingFields.model_fields)
 _OURS = {"structured_outputs", "chat_template_kwargs"}
 NOT_REPEATED = {"input", "stream", "model", "include", *_OURS, *(_SAMPLING - {"temperature", "top_p"})}
+
+
+_SUMMARY_PART = 4  # of the context: a summary is no longer
 
 
 class ReasoningConfig(Body):
@@ -158,12 +162,35 @@ def prepare(prompts: Preparer, job: Job, raw: bytes, notes: Notes) -> Prepared:
     if body.previous_response_id is not None and job.history is None:
         return Prepared(b"", previous=body.previous_response_id)
     history = [] if job.history is None else msgspec.json.decode(job.history)
+    head = body.model_dump_json(by_alias=True, exclude=NOT_REPEATED).encode()
+    if body.input and is_trigger(body.input[-1]):
+        before = body.model_copy(update={"input": body.input[:-1]})
+        return msgspec.structs.replace(summary_of(prompts, job, before, history, notes), head=head)
     chat, messages, names = chat_of(body, history, notes)
     return msgspec.structs.replace(
-        prompts.chat_of(chat, job, notes, WORDS),
-        messages=msgspec.json.encode(messages),
-        head=body.model_dump_json(by_alias=True, exclude=NOT_REPEATED).encode(),
-        names=names,
+        prompts.chat_of(chat, job, notes, WORDS), messages=msgspec.json.encode(messages), head=head, names=names
+    )
+
+
+def summary_of(
+    prompts: Preparer, job: Job, body: ResponsesRequest, history: Sequence[dict[str, Any]], notes: Notes
+) -> Prepared:
+    """The request for a summary of the conversation. `messages` of the result: what stays of it beside the summary."""
+    if not body.input and not history:
+        raise bad_request("input: there is nothing to compact", "input")
+    # What the conversation ends with is no news to be answered: an image in it becomes a line.
+    asked = {"input": [*body.input, {"role": "user", "content": REQUEST}], "tools": [], "tool_choice": "none"}
+    any_text = dict.fromkeys(("text", "structured_outputs", "top_logprobs", "max_output_tokens"))
+    chat, messages, _ = chat_of(body.model_copy(update={**asked, **any_text, "include": []}), history, notes)
+    prepared = prompts.chat_of(chat, job, notes, WORDS)
+    left = job.max_model_len - len(prepared.prompts[0]) // TOKEN_BYTES
+    most = min(left, max(1, job.max_model_len // _SUMMARY_PART))
+    options = {**msgspec.json.decode(prepared.options), "max_tokens": most}
+    return msgspec.structs.replace(
+        prepared,
+        options=msgspec.json.encode(options),
+        messages=msgspec.json.encode(kept(messages[:-1])),
+        is_summary=True,
     )
 
 

@@ -15,10 +15,10 @@ from api.bodies.generation import ChatOptions
 from api.bodies.schema import described
 from api.dialects.common.blocks import Block, BlockKind, Blocks, Change
 from api.dialects.common.logprobs import chat_logprobs
-from api.dialects.responses.compaction import CompactRequest, kept
+from api.dialects.responses.compaction import CompactRequest
 from api.dialects.responses.requests import ResponsesRequest
 from api.dialects.responses.store import ResponseStore, Stored
-from api.dialects.responses.summaries import sealed
+from api.dialects.responses.summaries import BEGINNING, sealed
 from api.errors import ApiError, bad_request
 from api.http.answers.generation import Answers, Update
 from api.http.answers.streaming import ResponseFormatter
@@ -58,7 +58,8 @@ def router() -> APIRouter:
             kept.keep(head["id"], stored)
 
         calls = Calls(prepared.names, frozenset(prepared.reading.free if prepared.reading is not None else ()))
-        formatter = ResponsesFormatter(head, answers, service.tokenizer, keep if head["store"] else None, calls)
+        form = SummaryFormatter if prepared.is_summary else ResponsesFormatter
+        formatter = form(head, answers, service.tokenizer, keep if head["store"] else None, calls)
         return await respond(request, answers, formatter, stream=body.stream)
 
     @routes.post("/v1/responses/input_tokens", openapi_extra=described(ResponsesRequest))
@@ -180,8 +181,12 @@ class ResponsesFormatter(ResponseFormatter):
     def _ended(self) -> dict[str, Any]:
         response = self._response()
         if self._keep is not None:
-            self._keep(response, _message(self._blocks))
+            self._keep(response, self._said())
         return response
+
+    def _said(self) -> dict[str, Any]:
+        """The message that a following response goes on behind."""
+        return _message(self._blocks)
 
     def _usage(self) -> dict[str, Any]:
         usage = self._answers.usage()
@@ -276,31 +281,66 @@ class ResponsesFormatter(ResponseFormatter):
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
 
 
-class CompactionFormatter(ResponsesFormatter):
-    """What the user said in `messages`, then the answer as a summary that its client sends back unread."""
+class SummaryFormatter(ResponsesFormatter):
+    """The answer as one item: a summary that its client sends back unread."""
 
-    def __init__(self, response_id: str, answers: Answers, messages: Sequence[dict[str, Any]]) -> None:
-        super().__init__({"id": response_id}, answers, None)
-        self._said = kept(messages)
+    def _summary(self) -> str:
+        message = _message(self._blocks)
+        summary: str = message["content"].strip() or message.get("reasoning_content", "").strip()
+        if not summary:
+            raise ApiError(500, "the model wrote no summary; ask again, or compact by a request of your own")
+        return summary
+
+    def _said(self) -> dict[str, Any]:
+        return {"role": "user", "content": BEGINNING + self._summary()}
 
     def _response(self) -> dict[str, Any]:
         number = self._head["id"].removeprefix("resp_")
-        message = _message(self._blocks)
-        summary = message["content"].strip() or message.get("reasoning_content", "").strip()
-        if not summary:
-            raise ApiError(500, "the model wrote no summary; ask again, or compact by a request of your own")
+        item = {"id": f"cmp_{number}", "type": "compaction", "encrypted_content": sealed(self._summary())}
+        return {
+            **self._head,
+            "status": "completed",
+            "incomplete_details": None,
+            "output": [item],
+            "usage": self._usage(),
+        }
+
+    def update(self, index: int, update: Update) -> bytes:
+        for _ in self._changes(update):
+            pass
+        return b""
+
+    def end(self) -> bytes:
+        for _ in self._changes(None):
+            pass
+        response = self._ended()
+        (item,) = response["output"]
+        at = {"output_index": 0, "item": item}
+        added, done = (self._event(f"response.output_item.{what}", **at) for what in ("added", "done"))
+        return added + done + self._event("response.completed", response=response)
+
+
+class CompactionFormatter(SummaryFormatter):
+    """What the user said, `messages`, then the summary."""
+
+    def __init__(self, response_id: str, answers: Answers, messages: Sequence[dict[str, Any]]) -> None:
+        super().__init__({"id": response_id}, answers, None)
+        self._messages = messages
+
+    def _response(self) -> dict[str, Any]:
+        number = self._head["id"].removeprefix("resp_")
         said = [
             {"id": f"msg_{number}_{i}", "type": "message", "role": "user", "status": "completed",
-             "content": [{"type": "input_text", "text": text}]}
-            for i, text in enumerate(self._said)
+             "content": [{"type": "input_text", "text": message["content"]}]}
+            for i, message in enumerate(self._messages)
         ]  # fmt: skip
-        item = {"id": f"cmp_{number}", "type": "compaction", "encrypted_content": sealed(summary)}
+        whole = super()._response()
         return {
             "id": self._head["id"],
             "object": "response.compaction",
             "created_at": int(time.time()),
-            "output": [*said, item],
-            "usage": self._usage(),
+            "output": [*said, *whole["output"]],
+            "usage": whole["usage"],
         }
 
 
