@@ -14,6 +14,8 @@ from typing import Any
 from training.errors import DataError
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
+# Raised by values of pyarrow: not UTF-8, times beyond Python's, unknown zones, a field's name twice, broken indices.
+_UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -160,14 +162,44 @@ def _parquet(path: Path, bad: Bad) -> Iterator[Row]:
         import pyarrow.parquet
     except ImportError:
         raise DataError(f"{path}: reading parquet needs the package pyarrow: pip install pyarrow", "dataset") from None
+    number = 0
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            for data in batch.to_pylist():
+        file = pyarrow.parquet.ParquetFile(path)
+        names = _columns(file, path)
+        for batch in file.iter_batches(batch_size=1024):
+            for i in range(batch.num_rows):
                 number += 1
-                yield Row(data, f"{path}: row {number}")
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path}: not parquet: {str(error).splitlines()[0]}", "dataset") from None
+                where = f"{path}: row {number}"
+                try:
+                    data = {name: _cell(column[i], name, where) for name, column in zip(names, batch, strict=True)}
+                except DataError as error:
+                    bad(error)
+                    continue
+                yield Row(data, where)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # not of what is in the file
+        behind = f" behind row {number}" if number else ""
+        raise DataError(f"{path}: not parquet{behind}: {_first_line(error)}", "dataset") from None
+
+
+def _columns(file: Any, path: Path) -> list[str]:
+    names: list[str] = file.schema_arrow.names
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}: there are several columns {twice!r}", "dataset")
+    return names
+
+
+def _cell(value: Any, name: str, where: str) -> Any:
+    try:
+        return value.as_py()
+    except _UNREADABLE as error:
+        raise DataError(f"{where}: column {name!r} cannot be read: {_first_line(error)}", "dataset") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _row(value: Any, where: str) -> Row:

@@ -122,6 +122,21 @@ def _column(row: Row, source: Source, name: str, default: str | None) -> Any:
     return None if key is None else row.data.get(key)
 
 
+def _check_plain(value: Any, where: str, row: Row) -> None:
+    """DataError for what a chat template cannot write as JSON, bytes and times of parquet for instance. Without
+    recursion: values may be nested deeply."""
+    left = [(where, value)]
+    while left:
+        place, each = left.pop()
+        if isinstance(each, dict):
+            left += [(f"{place}.{key}", inner) for key, inner in each.items()]
+        elif isinstance(each, list):
+            left += [(f"{place}[{i}]", inner) for i, inner in enumerate(each)]
+        elif not (each is None or isinstance(each, str | int | float)):
+            kind = type(each).__name__
+            raise row.error(f"{place} is of the type {kind}; allowed are texts, numbers, lists and objects")
+
+
 def _prompt(row: Row, source: Source, *, answered: bool) -> tuple[list[Message], Any]:
     """The messages of a row, without the two answers of a preference, and its tools as they are written."""
     form = format_of(row, source)
@@ -170,6 +185,8 @@ def _alpaca(row: Row, source: Source, answered: bool) -> list[Message]:
 def _message(item: Any, row: Row, source: Source, form: str, where: str) -> Message:
     if not isinstance(item, dict):
         raise row.error(f"{where}: an object is expected")
+    for key in ("tool_calls", "function_call"):
+        _check_plain(item.get(key), f"{where}: {key}", row)
     bare = form == "sharegpt" and _SHAREGPT_TAGS["role_tag"] not in item and "role" in item
     if (form == "openai" or bare) and not source.tags:
         return {key: value for key, value in item.items() if value is not None}
@@ -239,6 +256,7 @@ def _tools(value: Any, row: Row) -> tuple[Tool, ...]:
             raise row.error("tools: not JSON") from None
     if not isinstance(value, list):
         raise row.error("tools: a list of definitions is expected")
+    _check_plain(value, "tools", row)
     wrapped = [
         {"type": "function", "function": tool} if isinstance(tool, Mapping) and "function" not in tool else tool
         for tool in value
