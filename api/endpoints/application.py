@@ -119,10 +119,14 @@ def create_app(service: Service) -> Application:
 
     async def http(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        message = {404: "no such endpoint", 405: "method not allowed"}.get(status, str(error))
+        if status == 405 and request.headers.get("upgrade", "").lower() == "websocket":
+            status = 426  # by which clients know that they may go on without
+        message = _MESSAGES.get(status, str(error))
         response = error_response(ApiError(status, f"{request.method} {request.url.path}: {message}"), request.url.path)
         if status == 405:
             response.headers["allow"] = ", ".join(sorted(_methods(app, request)))
+        elif status == 426:
+            response.headers["upgrade"] = "HTTP/1.1"
         return response
 
     app.add_exception_handler(KtserveError, on_purpose)
@@ -130,6 +134,9 @@ def create_app(service: Service) -> Application:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, unexpected)
     return app
+
+
+_MESSAGES = {404: "no such endpoint", 405: "method not allowed", 426: "there are no WebSockets here, only HTTP"}
 
 
 def error_response(error: Exception, path: str) -> Response:

@@ -179,6 +179,13 @@ def test_heads_and_methods(plain: Running) -> None:
     assert plain.http.get("/nowhere").status_code == 404
 
 
+def test_who_wants_a_websocket_is_told_to_go_on_without(plain: Running) -> None:
+    """Codex tries one first where its vendor's provider has this address; at a 405 it tries again for seconds."""
+    answer = plain.http.get("/v1/responses", headers={"Connection": "Upgrade", "Upgrade": "websocket"})
+    assert answer.status_code == 426 and "only HTTP" in answer.json()["error"]["message"]
+    assert plain.http.get("/v1/responses").status_code == 405
+
+
 def test_what_does_not_fit_is_told_as_openai_does(plain: Running) -> None:
     for kind, fields in (
         (ChatRequest, {"messages": [{"role": "user", "content": "x" * 3000}]}),
