@@ -239,6 +239,13 @@ class EngineConfig:
         group="Batching",
     )
     prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings", group="Batching")
+    snapshot_share: float | None = option(
+        None,
+        "of models whose layers keep states: the share of the cache's memory, blocks and snapshots together, that "
+        "snapshots may take; default: 0.75, and on a GPU, where blocks cannot have what they leave, 0.5",
+        group="Batching",
+        limits=(0.0, 1.0),
+    )
     max_queue: int = option(
         512,
         "requests that may wait, shared by the tenants that have some; more are answered 429",

@@ -53,6 +53,7 @@ class Submit(_Message, frozen=True):
     cache_salt: str = ""  # the prefix cache is shared among requests of one tenant (or group) and salt
     opening_tokens: int | None = None  # of the answer, with which the prompt ends; None: nobody knows
     system_tokens: int = 0  # with which chats behind the same system message and tools begin; 0: nobody knows
+    part_ends: tuple[int, ...] = ()  # rising positions where documents or paragraphs of the prompt's last message end
     priority: int = 0
     background: bool = False  # runs only in steps that no live request could use
     timeout_s: float | None = None  # from receipt to the terminal event; past it the request is cancelled
@@ -223,7 +224,7 @@ class Ready(_Message, frozen=True):
     eos_token_ids: list[int]
     lines: list[str]
     memory: list[PlannedMemory] = []  # of each device; none: the engine has planned nothing
-    keeps_states: bool = False  # of sequences; `Submit.opening_tokens` and `system_tokens` are of use then
+    keeps_states: bool = False  # of sequences; `Submit.opening_tokens` and what follows it are of use
 
 
 class FatalError(_Message, frozen=True):

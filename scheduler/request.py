@@ -116,6 +116,7 @@ class Request(_Referable):
     cache_salt: str = ""  # the prefix cache is shared among requests of one tenant (or group) and salt
     opening_tokens: int | None = None  # of the answer, with which the prompt ends; None: nobody knows
     system_tokens: int = 0  # with which others behind the same system message and tools begin; 0: nobody knows
+    part_ends: tuple[int, ...] = ()  # rising positions where documents or paragraphs of the prompt's last message end
     # of everything but tokens that its KV depends on, model and adapter; b"": its blocks stay in this process's memory
     kv_digest: bytes = b""
 
@@ -154,6 +155,7 @@ class Request(_Referable):
     snapshots: list[tuple[int, int]] = field(default_factory=list)  # (blocks before it, slot), not findable yet
     newest_snapshot: bytes = b""  # hash of the block behind which its output's newest one is
     diverged: int = 0  # position behind which it and others with the same beginning part
+    parts: tuple[int, ...] = ()  # of `part_ends`, in full blocks, those where snapshots are kept
 
     # asked every step
     greedy: bool = field(init=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +52,9 @@ class Result:
 
 
 class Harness:
-    """`config` are EngineConfig's fields; `most_snapshots` of states are kept, None: as many as memory has room for.
-    Every step checks the integrity of blocks and slots."""
+    """`config` are EngineConfig's fields. Every step checks the integrity of blocks and slots."""
 
-    def __init__(self, model: Path, *, most_snapshots: int | None = None, **config: Any) -> None:
+    def __init__(self, model: Path, **config: Any) -> None:
         defaults: dict[str, Any] = {
             "dtype": "float32",
             "kv_cache_tokens": 2048,
@@ -65,10 +64,6 @@ class Harness:
         }
         settings = EngineConfig(model=str(model), check_integrity=True, **(defaults | config))
         self.plan = plan_engine(settings)
-        if most_snapshots is not None:
-            memory = self.plan.memory
-            memory = replace(memory, num_snapshots=min(most_snapshots, memory.num_snapshots))
-            self.plan = replace(self.plan, memory=memory)
         self.progress: list[tuple[str, int, int]] = []
         self.core: EngineCore = assemble(
             self.plan, self._take, lambda *seen: self.progress.append(seen), SharedReader()
@@ -87,7 +82,8 @@ class Harness:
 
     def submit(self, prompt: list[int], adapter: str | None = None, **sampling: Any) -> str:
         options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
-        extra = {k: options.pop(k) for k in ("tenant", "priority", "timeout_s", "system_tokens") if k in options}
+        fields = ("tenant", "priority", "timeout_s", "system_tokens", "part_ends")
+        extra = {k: options.pop(k) for k in fields if k in options}
         rid = f"r{self._ids}"
         self._ids += 1
         self.results[rid] = Result()

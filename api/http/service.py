@@ -208,14 +208,15 @@ class Service:
         reading = prepared.reading
         layout = None if reading is None else reading.layout
         try:
-            for prompt, limit in zip(prompts, limits, strict=True):
+            ends = prepared.part_ends or [[]] * len(prompts)
+            for prompt, limit, part_ends in zip(prompts, limits, ends, strict=True):
                 for choice in range(body.candidates):
                     if answers.choices:
                         await asyncio.sleep(0)  # many long prompts must not hold up the event loop
                     sampling = sampling_params(body, self.defaults, max(1, limit), choice, prepared.bad_words)
                     if reading is not None:
                         sampling = msgspec.structs.replace(sampling, thinking=reading.thinking)
-                    message = self._message(body, tenant, adapter, prompt, sampling, priority, prepared)
+                    message = self._message(body, tenant, adapter, prompt, sampling, priority, prepared, part_ends)
                     meter = Meter(
                         self.metrics,
                         tenant=tenant.name,
@@ -262,6 +263,7 @@ class Service:
         sampling: SamplingParams,
         priority: int,
         prepared: Prepared,
+        part_ends: list[int],
     ) -> m.Submit:
         return m.Submit(
             request_id=uuid.uuid4().hex,
@@ -276,6 +278,7 @@ class Service:
             cache_salt=body.cache_salt or "",
             opening_tokens=prepared.opening_tokens,
             system_tokens=prepared.system_tokens,
+            part_ends=tuple(part_ends),
             priority=priority,
             timeout_s=None if tenant.background else self.config.request_timeout_s,
             background=tenant.background,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from api.text.calls.history import with_objects
 from api.text.calls.style import CallStyle
 from api.text.control import Rendered
 from api.text.messages import normalise
+from api.text.parts import part_ends
 from api.text.segments import END_THINK, THINK, Layout
 from api.text.shared import shared_length
 from api.text.template import ChatTemplate, TemplateError
@@ -155,7 +156,8 @@ class Chats:
         if how.get("add_generation_prompt"):
             closed = style.template.render(written, variables=values, add_generation_prompt=False)
             opening = text.removeprefix(closed) if text.startswith(closed) else None
-        return Rendered(text, stand_ins, opening, shared_length(style.template, written, values, text))
+        shared = shared_length(style.template, written, values, text)
+        return Rendered(text, stand_ins, opening, shared, _ends_of_last(written, text))
 
     def _with_reasoning(self, body: ChatRequest, notes: Notes) -> dict[str, Any]:
         """The template's variables: those of the request, and what its fields about reasoning mean here."""
@@ -227,6 +229,13 @@ class Chats:
         """The token that is always written for a text, if there is one."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens[0] if len(tokens) == 1 else None
+
+
+def _ends_of_last(messages: Sequence[Mapping[str, Any]], text: str) -> list[int]:
+    """Positions in `text` where parts of a user's last message end; none where the template has changed it."""
+    said = str(messages[-1].get("content") or "").strip() if messages and messages[-1]["role"] == "user" else ""
+    begin = text.rfind(said) if said else -1
+    return [] if begin < 0 else [begin + end for end in part_ends(said)]
 
 
 def _switch(variables: dict[str, Any], known: frozenset[str], *, thinking: bool) -> bool:

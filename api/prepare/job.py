@@ -29,7 +29,8 @@ class Kind(Enum):
 
 class Job(msgspec.Struct, frozen=True):
     """A body to prepare; its bytes follow in a frame of their own. `history`: JSON of the messages before it;
-    `keeps_states`: the engine does, so `Prepared.opening_tokens` and `system_tokens` are asked for."""
+    `keeps_states`: the engine does, so `Prepared.opening_tokens`, `system_tokens` and `part_ends` are asked
+    for."""
 
     kind: Kind
     vocab_size: int
@@ -55,7 +56,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     that change nothing; `remarks`: what else became of parts of the body. `grammar`: what the output is to be;
     `reading`: how a chat's is read. `opening_tokens`: of the answer, which the template has written behind the last
     message; None: it is not known. `system_tokens`: with which chats behind the same system message and tools begin;
-    0: it is not known."""
+    0: it is not known. `part_ends`: of each prompt, the tokens before the ends of parts of its last message."""
 
     options: bytes
     prompts: list[bytes] = []
@@ -75,6 +76,7 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     reading: Reading | None = None
     opening_tokens: int | None = None
     system_tokens: int = 0
+    part_ends: list[list[int]] = []
 
 
 class Declined(msgspec.Struct, frozen=True, tag=True):

@@ -27,7 +27,7 @@ from api.prepare.grammars import Grammars
 from api.prepare.job import Job, Kind, Prepared, Reading, TextSettings
 from api.text.control import Rendered
 from api.text.messages import normalise
-from api.text.tokenizer import Tokenizer, load_tokenizer
+from api.text.tokenizer import Encoded, Tokenizer, load_tokenizer
 
 
 def tokenizer_of(settings: TextSettings) -> Tokenizer | None:
@@ -122,11 +122,11 @@ class Preparer:
             notes.remark(where, what)
         chat = self._templates.chat(body, self._grammars.of(body), notes, keeps_states=job.keeps_states)
         grammar = self._grammars.of_chat(chat.grammar_of, body.use, notes)
-        whole, shared = self._encoded(chat.rendered, None if body.truncate_prompt_tokens else job)
-        ids = _truncated(whole, body, job)
+        whole = self._encoded(chat.rendered, None if body.truncate_prompt_tokens else job)
+        ids = _truncated(whole.ids, body, job)
         _check_prompt(ids, "messages", job)
         whole_end = body.truncate_prompt_tokens is None or body.truncation_side == "left"
-        whole_beginning = len(ids) == len(whole) or body.truncation_side == "right"
+        whole_beginning = len(ids) == len(whole.ids) or body.truncation_side == "right"
         return Prepared(
             _options(body, ChatOptions),
             [_packed(ids)],
@@ -140,7 +140,8 @@ class Preparer:
                 free=body.use.free if body.use is not None else (),
             ),
             opening_tokens=self._opening_tokens(chat.rendered) if whole_end else None,
-            system_tokens=min(shared, len(ids)) if whole_beginning else 0,
+            system_tokens=min(whole.shared, len(ids)) if whole_beginning else 0,
+            part_ends=[whole.part_ends] if whole_beginning and whole.part_ends else [],
         )
 
     def _opening_tokens(self, rendered: Rendered) -> int | None:
@@ -155,7 +156,7 @@ class Preparer:
             raise bad_request("the model has no chat template: give one with --chat-template", "messages")
         return self._chats
 
-    def _encoded(self, rendered: Rendered, job: Job | None) -> tuple[list[int], int]:
+    def _encoded(self, rendered: Rendered, job: Job | None) -> Encoded:
         """As `Tokenizer.encode_shared`. `job` None: however many tokens there are."""
         tokenizer = self._needed("messages")
         if job is not None:
@@ -171,16 +172,19 @@ class Preparer:
                 f"prompt: {len(given)} prompts with {body.candidates} answers each are more than {MAX_CHOICES}",
                 "prompt",
             )
-        prompts, texts = [], []
+        prompts, texts, ends = [], [], []
         for prompt in given:
-            ids = self._raw(prompt, body, job) if isinstance(prompt, str) else prompt
-            ids = _truncated(ids, body, job)
+            whole = self._raw(prompt, body, job) if isinstance(prompt, str) else Encoded(prompt, 0, [])
+            ids = _truncated(whole.ids, body, job)
             _check_prompt(ids, "prompt", job)
             prompts.append(_packed(ids))
+            whole_beginning = len(ids) == len(whole.ids) or body.truncation_side == "right"
+            ends.append(whole.part_ends if whole_beginning else [])
             if body.echo:
                 texts.append(self._echoed(prompt, ids, body))
         options, grammar = _options(body, CompletionOptions), self._grammars.of(body)
-        return Prepared(options, prompts, texts, bad_words=self._bad_words(body), grammar=grammar)
+        bad_words, part_ends = self._bad_words(body), ends if any(ends) else []
+        return Prepared(options, prompts, texts, bad_words=bad_words, grammar=grammar, part_ends=part_ends)
 
     def _bad_words(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Every way in which they are written."""
@@ -190,12 +194,14 @@ class Preparer:
             raise bad_request("bad_words: the server runs without a tokenizer (--skip-tokenizer)", "bad_words")
         return [tokens for word in body.bad_words for tokens in self._tokenizer.word_tokens(word)]
 
-    def _raw(self, prompt: str, body: CompletionRequest, job: Job) -> list[int]:
+    def _raw(self, prompt: str, body: CompletionRequest, job: Job) -> Encoded:
         """A raw prompt is the client's from end to end: control tokens written out in it are control tokens."""
         tokenizer = self._needed("prompt")
         if not body.truncate_prompt_tokens:
             _check_length(tokenizer, prompt, job, "prompt")
-        return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+        if job.keeps_states:
+            return tokenizer.encode_parts(prompt, add_special_tokens=body.add_special_tokens)
+        return Encoded(tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens), 0, [])
 
     def _echoed(self, prompt: str | list[int], ids: list[int], body: CompletionRequest) -> str:
         if (
@@ -216,7 +222,7 @@ class Preparer:
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=False,
             )
-            ids, _ = self._encoded(rendered, None)
+            ids = self._encoded(rendered, None).ids
         options = msgspec.json.encode({"model": body.model, "count": len(ids)})
         return Prepared(options, answer=_answer(self._with_pieces(ids) if body.with_pieces else ids, "prompt"))
 

@@ -21,12 +21,14 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 class Rendered:
     """A template's text. `stand_ins`: stand-in -> character; empty if no client's string had to be changed. `opening`:
     of the answer, with which the text ends; None: it was not asked for, or the template changes more than the end.
-    `shared`: characters of the text that chats behind the same system message and tools begin with; 0: not known."""
+    `shared`: characters of the text that chats behind the same system message and tools begin with; 0: not known.
+    `part_ends`: positions in the text where parts of the last message end, rising."""
 
     text: str
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     opening: str | None = None
     shared: int = 0
+    part_ends: Sequence[int] = ()
 
     def restored(self, text: str | None = None) -> str:
         """The text (or a part of it) as the client and the template wrote it. `tojson` may have escaped a stand-in."""

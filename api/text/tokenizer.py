@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers
@@ -15,6 +16,7 @@ from tokenizers import AddedToken, decoders, normalizers
 from api.text.bytelevel import PATTERNS, QWEN2, byte_level_tokenizer, byte_of_char, token_bytes
 from api.text.control import Rendered, guarding_characters, hide
 from api.text.detokenize import ByteDetokenizer, Detokenizer, TokenTexts, WindowDetokenizer
+from api.text.parts import part_ends
 from api.text.template import ChatTemplate
 from api.text.tiktoken import tiktoken_tokenizer
 from engine.errors import ModelFileError, UserError, shown
@@ -28,6 +30,15 @@ _CONTROL_TEXT = re.compile(r"<[|｜][^<>]+[|｜]>")
 _MAX_UNENCODED = 64  # characters in a row that may be in no token
 _NFC_SHRINKS = 3  # bytes of text for one of its normal form, at most
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Encoded(NamedTuple):
+    """Tokens of a text; how many of them chats share; how many end the parts of its last message. The token that holds
+    such an end is left out: it may be another where other text follows."""
+
+    ids: list[int]
+    shared: int
+    part_ends: list[int]
 
 
 class Tokenizer:
@@ -113,16 +124,24 @@ class Tokenizer:
 
     def encode_rendered(self, rendered: Rendered) -> list[int]:
         """Token ids of a template's text: control tokens where the template wrote them, text elsewhere."""
-        return self.encode_shared(rendered)[0]
+        return self.encode_shared(rendered).ids
 
-    def encode_shared(self, rendered: Rendered) -> tuple[list[int], int]:
-        """The same, and how many of them chats share. The token that holds the end of the shared text is left out: it
-        may be another where other text follows. Where clients spell control tokens, the last one is the end."""
+    def encode_parts(self, text: str, *, add_special_tokens: bool) -> Encoded:
+        """As `encode`, with the ends of the text's parts."""
+        encoding = self._encoding(text, add_special_tokens=add_special_tokens)
+        return Encoded(list(encoding.ids), 0, [_tokens_before_last(encoding, end) for end in part_ends(text)])
+
+    def encode_shared(self, rendered: Rendered) -> Encoded:
+        """The same, with what chats share. Where clients spell control tokens, the last one of these is the end, and
+        those of parts are not known."""
         plain, text = rendered.restored(), rendered.text
         if not rendered.stand_ins or not self._spelled(plain, text):
             encoding = self._encoding(plain)
             shared = len(rendered.restored(text[: rendered.shared]))
-            return list(encoding.ids), _tokens_before_last(encoding, shared)
+            begins = [0, *rendered.part_ends]
+            lengths = [len(rendered.restored(text[a:b])) for a, b in pairwise(begins)]
+            ends = [_tokens_before_last(encoding, end) for end in accumulate(lengths)]
+            return Encoded(list(encoding.ids), _tokens_before_last(encoding, shared), ends)
         encoding = self._encoding(text)
         ids: list[int] = []
         at = shared = 0
@@ -133,7 +152,7 @@ class Tokenizer:
                 at = end
                 if end <= rendered.shared:
                     shared = len(ids)
-        return ids + self._encode_as_text(rendered.restored(text[at:])), shared
+        return Encoded(ids + self._encode_as_text(rendered.restored(text[at:])), shared, [])
 
     def _spelled(self, plain: str, hidden: str) -> bool:
         """Whether a client's string may hold a control token."""

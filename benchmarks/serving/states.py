@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=0.5, help="conversations a second (default: 0.5)")
     parser.add_argument("--at-once", type=int, default=4, help="conversations at a time (default: 4)")
     parser.add_argument("--kv-cache-tokens", type=int, default=16384)
-    parser.add_argument("--snapshots", type=int, help="at most so many (default: as many as memory has room for)")
+    parser.add_argument("--snapshot-share", type=float, help="of the cache, that they may take (default: the engine's)")
     parser.add_argument("--rules", help="'reference' computes in torch")
     parser.add_argument("--out", type=Path, help="write the counts there, as JSON")
     args = parser.parse_args(argv)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, path in (("states", args.model), ("attention", args.twin)):
         engine = Harness(
             path,
-            most_snapshots=args.snapshots,
+            snapshot_share=args.snapshot_share if name == "states" else None,
             kv_cache_tokens=args.kv_cache_tokens,
             max_num_seqs=args.at_once,
             rules=args.rules,
@@ -101,7 +101,13 @@ def play(engine: Harness, trace: Trace, at_once: int) -> Counts:
             return
         talk.context, talk.turn = prompt, talk.turn + 1
         asked = talk.conversation
-        request = engine.submit(prompt, max_tokens=turn.output, tenant=asked.tenant, system_tokens=asked.system_tokens)
+        request = engine.submit(
+            prompt,
+            max_tokens=turn.output,
+            tenant=asked.tenant,
+            system_tokens=asked.system_tokens,
+            part_ends=turn.ends_behind(len(prompt) - len(turn.prompt)),
+        )
         talking[request] = talk
 
     while waiting or talking:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from engine.architectures.config import ModelConfig
 
 _STATE_SHARE = 0.5  # of the cache's memory, that states of running sequences may take
-_SNAPSHOT_SHARE = 0.5  # of what they leave on a GPU, that snapshots may take
+# of what they leave, that snapshots may take: blocks have little where nearly all could be snapshots', and prompts of
+# which a snapshot was saved then miss their blocks. On a GPU snapshots have their memory even if nobody needs them
+_SNAPSHOT_SHARE, _GPU_SNAPSHOT_SHARE = 0.75, 0.5
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class StateSizes:
         return self.each if self.on_gpu else 0
 
     @property
+    def snapshot_share(self) -> float:
+        """Of the memory of blocks and snapshots, that snapshots may take."""
+        share = self.config.snapshot_share
+        return (_GPU_SNAPSHOT_SHARE if self.on_gpu else _SNAPSHOT_SHARE) if share is None else share
+
+    @property
     def wanted_snapshots(self) -> int:
         """On a GPU, where memory that blocks leave cannot become that of snapshots: a conversation's last prompt's and
         last answer's, of so many as run."""
@@ -60,7 +68,7 @@ class StateSizes:
         """What snapshots have to themselves on a GPU, before the size of the cache is known."""
         if not (self.on_gpu and self.each):
             return 0
-        return min(self.wanted_snapshots, int(_SNAPSHOT_SHARE * affordable) // self.each) * self.each
+        return min(self.wanted_snapshots, int(self.snapshot_share * affordable) // self.each) * self.each
 
     def snapshots(self, tokens: int, token_bytes: int, affordable: int) -> tuple[int, int]:
         """(snapshots at most beside a cache of `tokens`, blocks that each takes the memory of); on a GPU they take what
@@ -68,14 +76,18 @@ class StateSizes:
         if not self.each:
             return 0, 0
         if self.on_gpu:
-            left = max(affordable - tokens * token_bytes, 0)
+            share, left = self.config.snapshot_share, max(affordable - tokens * token_bytes, 0)
+            if share is not None and share < 1:
+                left = min(left, int(share / (1 - share) * tokens * token_bytes))
             return min(self.wanted_snapshots, left // self.each), 0
         blocks = -(-self.each // (KV_BLOCK_TOKENS * token_bytes))
-        return (tokens // KV_BLOCK_TOKENS // blocks if self.config.prefix_caching else 0), blocks
+        most = int(self.snapshot_share * (tokens // KV_BLOCK_TOKENS)) // blocks
+        return (most if self.config.prefix_caching else 0), blocks
 
     def notes(self, states: int, snapshots: int, snapshot_blocks: int) -> list[str]:
         if not self.each:
-            return []
+            unused = self.config.snapshot_share is not None
+            return ["snapshot_share changes nothing: the model's layers keep no states"] if unused else []
         config, each = self.config, format_bytes(self.each)
         kept, notes = self.kept_positions * self.model.kept_bytes, []
         if kept:
@@ -86,11 +98,13 @@ class StateSizes:
                 f"takes {each}"
             )
         if snapshots and self.on_gpu:
-            notes.append(f"a snapshot of a state takes {each}, beside the KV cache")
+            notes.append(f"at most {snapshots} snapshots of states, {each} each, beside the KV cache")
         elif snapshots:
             positions = snapshot_blocks * KV_BLOCK_TOKENS
-            notes.append(f"a snapshot of a state takes {each} of the KV cache, as {positions} positions do")
+            notes.append(
+                f"the KV cache has at most {snapshots} snapshots of states; each takes {each}, as {positions} positions"
+            )
         elif config.prefix_caching:
-            has = "is left beside the KV cache" if self.on_gpu else "the KV cache has"
-            notes.append(f"the prefix cache is not used: a snapshot of a state takes {each}, more than {has}")
+            has = "beside the KV cache" if self.on_gpu else "of the KV cache"
+            notes.append(f"the prefix cache is not used: a snapshot of a state takes {each}, more than it may {has}")
         return notes

@@ -53,6 +53,7 @@ def admit(
             cache_group=m.cache_group,
             opening_tokens=m.opening_tokens,
             system_tokens=m.system_tokens,
+            part_ends=m.part_ends,
         )
         return request, scheduler.add(request, now, m.tenant_weight, m.max_waiting)
     except UserError as error:

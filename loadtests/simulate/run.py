@@ -145,6 +145,7 @@ class Simulation:
             adapter,
             conversation.tenant,
             system_tokens=conversation.system_tokens,
+            part_ends=asked.ends_behind(len(context) - len(asked.prompt)),
         )
         try:
             evicted = self._scheduler.add(request, asked_s, conversation.weight)

@@ -17,6 +17,11 @@ class Turn:
     wait_s: float
     prompt: tuple[int, ...]
     output: int
+    part_ends: tuple[int, ...] = ()  # rising positions in `prompt` where documents end
+
+    def ends_behind(self, tokens: int) -> tuple[int, ...]:
+        """Of its parts, behind so many tokens of the conversation."""
+        return tuple(tokens + end for end in self.part_ends)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ def rag(seed: int, seconds: float, rate: float) -> Trace:
     for start in _arrivals(rng, seconds, rate):
         chosen = sorted({_zipf(rng, len(documents)) for _ in range(3)})
         prompt = system + sum((documents[i] for i in chosen), ()) + _text(rng, _length(rng, 30))
-        turns = (Turn(0.0, prompt, _length(rng, 100)),)
+        ends = tuple(len(system) + 500 * count for count in range(1, len(chosen) + 1))
+        turns = (Turn(0.0, prompt, _length(rng, 100), ends),)
         found.append(Conversation(start, turns, system_tokens=len(system)))
     return found
 

@@ -12,7 +12,7 @@ a step nobody writes to a slot that a row begins from.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -20,11 +20,14 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from scheduler.memory.order import Kind, Order
 from scheduler.memory.prefix import Content, PrefixCache
 from scheduler.plan import NO_STATE, Idle, RowState, StepRow
 from scheduler.request import Request
 
 NEAR_BLOCKS = 4  # so many behind a snapshot are computed again rather than another kept
+_PART_BLOCKS = 16  # between two snapshots of parts at least, for each may be for nobody; so is
+_PART_SHARE = 8  # this part of what lies before the second one
 _OPENING_TOKENS = 8  # of the answer, where nobody says how many a template has written behind the last message
 _NEARLY_ALL = 8  # times as many as the others
 
@@ -33,9 +36,7 @@ _NEARLY_ALL = 8  # times as many as the others
 class _Snapshot:
     slot: int
     content: Content
-    shared: bool  # where prompts part, or a system message ends: of no one conversation
     closing: bytes  # of one in an answer: the block behind which the prompt's own is
-    used: int  # by the lender's clock; below 0: to be evicted first
     read: bool = False  # somebody has begun from it; who does so next is of another conversation
 
 
@@ -54,9 +55,9 @@ class Lender(Protocol):
 
 
 class StatePool:
-    """Writes only Request.state, state_source, state_end, snapshots, newest_snapshot and diverged. `snapshot_blocks`:
-    how many blocks take the memory of a snapshot, of which none is withheld at first; 0: snapshots have memory of their
-    own."""
+    """Writes only Request.state, state_source, state_end, snapshots, newest_snapshot, diverged and parts.
+    `snapshot_blocks`: how many blocks take the memory of a snapshot, of which none is withheld at first; 0: snapshots
+    have memory of their own."""
 
     def __init__(
         self,
@@ -79,7 +80,8 @@ class StatePool:
         self._lent: dict[int, list[int]] = {}  # blocks that are withheld, by the slot that has their memory
         self._repeated = self._dropped = 0  # answers, by next turns
         self._idle = Idle([], [])
-        self._found: OrderedDict[bytes, _Snapshot] = OrderedDict()  # in the order in which they are evicted
+        self._found: dict[bytes, _Snapshot] = {}
+        self._order = Order()  # of them, in which they are evicted
         self._answers: dict[bytes, dict[bytes, None]] = {}  # of those the ones in answers, by `closing`
         self._read: set[int] = set()  # snapshots that rows of the step that is planned begin from
         self.on_disk = False  # whether some are to be written there
@@ -128,22 +130,32 @@ class StatePool:
     def take(self, request: Request, snapshot: bytes | None, diverged: int) -> None:
         """A slot of its own for a request that is admitted, of which one is free for each that may run. `snapshot`:
         hash of the block that it begins behind; `diverged`: the position to which its blocks were found, or 0."""
-        request.state, request.state_source, request.diverged = self._own.pop(), NO_STATE, diverged
+        request.state, request.state_source = self._own.pop(), NO_STATE
         request.state_end = len(request.blocks) * self._block_size
-        system = self._system(request)
-        if request.state_end < system <= diverged <= system + NEAR_BLOCKS * self._block_size:
-            request.diverged = 0  # the one behind the system message is near
+        system, request.parts = self._system(request), self._parts(request)
+        near = [
+            end
+            for end in (system, *request.parts)
+            if request.state_end < end <= diverged <= end + NEAR_BLOCKS * self._block_size
+        ]
+        request.diverged = near[-1] if near else diverged  # the one that is kept there will do
         if snapshot is not None:
             held = self._found[snapshot]
             self._touch(snapshot)
-            if request.state_end == system:  # of another conversation, whose answer this is not about to repeat
-                held.shared = True
+            kind = self._order.kind(snapshot)
+            if request.state_end == system or kind is Kind.PART:  # of another conversation, whose answer this drops
+                self._order.share(snapshot)
+                self._offer(snapshot)
             else:
                 dropped = self._answers.get(snapshot, ())  # who begins behind the prompt does not repeat the answer
-                self._evict_first(dropped)
+                self._order.evict_first(dropped)
                 self._repeated += bool(held.closing)
                 self._dropped += bool(dropped) and not held.read
-                held.shared, held.read = held.shared or held.read, True
+                if held.read:
+                    self._order.share(snapshot)
+                elif kind is Kind.TURN:
+                    self._order.count_read(kind)
+                held.read = True
             self._touch_system(request, request.state_end)
             self._read.add(held.slot)
             request.state_source = held.slot
@@ -155,9 +167,8 @@ class StatePool:
 
     def _touch(self, key: bytes) -> None:
         """It has been used, if it is there."""
-        if (held := self._found.get(key)) is not None:
-            self._found.move_to_end(key)
-            held.used = self._lender.clock
+        if key in self._found:
+            self._order.touch(key, self._lender.clock)
 
     def release(self, request: Request) -> None:
         """It leaves the running ones; what it has saved stays, if it can be found."""
@@ -206,31 +217,39 @@ class StatePool:
             end, closing = blocks * self._block_size, self._closing(request)
             answers = end > len(request.prompt)
             behind = self._cache.content(request, closing // self._block_size - 1).hash if answers and closing else b""
-            shared = end in (request.diverged, self._system(request))
-            self._found[content.hash] = _Snapshot(slot, content, shared, behind, self._lender.clock)
+            self._found[content.hash] = _Snapshot(slot, content, behind)
+            kind = Kind.TURN
+            if end in (request.diverged, self._system(request)):
+                kind = Kind.SHARED
+            elif end in request.parts:
+                kind = Kind.PART
+            self._order.add(content.hash, kind, self._lender.clock, counts=not answers)
             if behind:
                 self._answers.setdefault(behind, {})[content.hash] = None
             self._touch_system(request, end)
-            if not answers:
-                self._offer(content.hash)
             if answers:
                 self._replace_newest(request, content.hash)
-                self._evict_first(self._unlikely(content.hash, behind))
-            elif end == closing:  # the next turn finds this one
-                earlier = (self._found.get(each) for each in request.block_hashes[: blocks - 1])
-                self._evict_first([held.content.hash for held in earlier if held is not None and not held.shared])
+                self._order.evict_first(self._unlikely(content.hash, behind))
+            elif kind is not Kind.PART:
+                self._offer(content.hash)
+                if end == closing:  # the next turn finds this one
+                    self._order.evict_first(filter(self._is_of_turn, request.block_hashes[: blocks - 1]))
 
     def _unlikely(self, answer: bytes, prompt: bytes) -> list[bytes]:
         """Of a conversation's last two snapshots the one that its next turn will not begin from, if turns have nearly
         all repeated answers so far, or none."""
         if self._repeated > _NEARLY_ALL * (self._dropped + 1):
-            return [prompt] if prompt in self._found and not self._found[prompt].shared else []
+            return [prompt] if self._is_of_turn(prompt) else []
         return [answer] if self._dropped > _NEARLY_ALL * (self._repeated + 1) else []
+
+    def _is_of_turn(self, key: bytes) -> bool:
+        return key in self._found and self._order.kind(key) is Kind.TURN
 
     def discard(self, hashes: Iterable[bytes]) -> None:
         """Nobody finds what is behind these blocks."""
         for each in hashes:
             if (held := self._found.pop(each, None)) is not None:
+                self._order.remove(each)
                 self.unsaved.pop(each, None)
                 (self._gone.add if held.slot in self._saving else self._free.append)(held.slot)
                 if held.closing:
@@ -295,7 +314,8 @@ class StatePool:
         if content is None or content.hash in self._found or self._cache.find(content) is None:
             self._free.append(slot)
         else:
-            self._found[content.hash] = _Snapshot(slot, content, False, b"", self._lender.clock)
+            self._found[content.hash] = _Snapshot(slot, content, b"")
+            self._order.add(content.hash, Kind.TURN, self._lender.clock, counts=False)
 
     @property
     def lent(self) -> list[list[int]]:
@@ -310,7 +330,7 @@ class StatePool:
         running = self.num_states - len(self._own)
         if len(self._free) <= (running if before < inf else 0):
             oldest = self._oldest()
-            if oldest is None or self._found[oldest].used >= before:
+            if oldest is None or self._order.used(oldest) >= before:
                 return False
             self._evict(oldest)
         slot = self._free.pop()
@@ -342,20 +362,21 @@ class StatePool:
                 answers.setdefault(held.closing, set()).add(key)
         if answers != {closing: set(keys) for closing, keys in self._answers.items()}:
             found.append(f"snapshots of answers to {len(answers)} prompts are findable, {len(self._answers)} are known")
+        found += self._order.problems(self._found)
         lost = [held.slot for key, held in self._found.items() if key not in self._cache.hashes]
         return found + [f"snapshot {slot} is findable, and its block is not" for slot in lost]
 
     def _wanted(self, request: Request, start: int, end: int, decode: bool) -> list[int]:
-        """Ends of blocks behind which somebody may want to begin: where the system message ends; where the prompt ends
-        but for what the template opens the answer with; where requests have parted; each in the output, which any token
-        may end."""
+        """Ends of blocks behind which somebody may want to begin: where the system message ends, and parts of the last
+        message do; where the prompt ends but for what the template opens the answer with; where requests have parted;
+        each in the output, which any token may end."""
         if not self.num_snapshots:
             return []
         size = self._block_size
         if decode and start >= len(request.prompt):
             last = end // size * size
             return [last] if last > start else []
-        wanted = {self._system(request), self._closing(request), request.diverged}
+        wanted = {self._system(request), self._closing(request), request.diverged, *request.parts}
         return [
             position
             for position in sorted(wanted)
@@ -373,10 +394,19 @@ class StatePool:
         blocks = min(request.system_tokens, len(request.prompt)) // self._block_size
         return blocks * self._block_size if blocks > NEAR_BLOCKS else 0
 
-    def _evict_first(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._found.move_to_end(key, last=False)
-            self._found[key].used = -1
+    def _parts(self, request: Request) -> tuple[int, ...]:
+        """Of the ends of parts between the system message's and the prompt's, in full blocks, those that lie far behind
+        the one before, for each may be for nobody; and the last one, behind which other questions may come."""
+        size, kept = self._block_size, self._system(request)
+        ends = sorted({end // size * size for end in request.part_ends if kept < end})
+        ends = ends[: bisect_left(ends, self._closing(request))]
+        found = []
+        for end in ends:
+            far = NEAR_BLOCKS * size if end == ends[-1] else max(_PART_BLOCKS * size, end // _PART_SHARE)
+            if end - kept > far:
+                found.append(end)
+                kept = end
+        return tuple(found)
 
     def _slot(self, spare: Callable[[], int]) -> int | None:
         """A free slot of a snapshot; or one with the memory of blocks, if these were used before the first snapshot to
@@ -387,7 +417,7 @@ class StatePool:
             return self._free.pop()
         oldest = self._oldest()
         if self._bare:
-            before = inf if oldest is None else self._found[oldest].used
+            before = inf if oldest is None else self._order.used(oldest)
             if (blocks := self._lender.lend(self.snapshot_blocks, before)) is not None:
                 slot = self._bare.pop()
                 self._lent[slot] = blocks
@@ -400,7 +430,7 @@ class StatePool:
 
     def _oldest(self) -> bytes | None:
         """The first to be evicted that no row begins from."""
-        return next((key for key, held in self._found.items() if not self._is_held(held)), None)
+        return self._order.first(self._lender.clock, lambda key: self._is_held(self._found[key]))
 
     def _is_held(self, held: _Snapshot) -> bool:
         return held.slot in self._read or held.slot in self._saving

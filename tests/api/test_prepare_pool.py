@@ -100,6 +100,34 @@ def test_how_many_tokens_chats_behind_a_system_message_share(model_dir: Path, tm
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
+def test_where_parts_of_a_prompt_end(model_dir: Path, tmp_path: Path) -> None:
+    """Of a chat's last message, and of prompts as text; not known where the beginning is cut off."""
+
+    async def test() -> None:
+        wanted = msgspec.structs.replace(JOB, keeps_states=True)
+        documents = "\n\n".join("0123456789" * 30 + str(n) for n in range(2)) + "\n\n"
+        async with pool(model_dir, tmp_path, 10.0) as made:
+
+            async def chatted(job: Job, **fields: object) -> Prepared:
+                messages = [{"role": "user", "content": documents + "Why?"}]
+                return await made.prepare(job, json.dumps({"messages": messages, **fields}).encode())
+
+            async def completed(job: Job, **fields: object) -> Prepared:
+                body = json.dumps({"prompt": ["hi", documents + "Why?"], **fields}).encode()
+                return await made.prepare(msgspec.structs.replace(job, kind=Kind.COMPLETION), body)
+
+            chat, raw = await chatted(wanted), await completed(wanted)
+            (ends,), (none, of_raw) = chat.part_ends, raw.part_ends
+            assert len(ends) == len(of_raw) == 2 and none == []
+            assert len(unpacked(chat.prompts[0])) > ends[1] > ends[0] > 250
+            assert of_raw[1] - of_raw[0] == ends[1] - ends[0]
+            cut = {"truncate_prompt_tokens": 100}
+            others = [await prepare(job, **cut) for prepare, job in ((chatted, wanted), (completed, wanted))]
+            assert [each.part_ends for each in (*others, await chatted(JOB), await completed(JOB))] == [[]] * 4
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
 def test_a_job_that_nobody_waits_for_ends(model_dir: Path, tmp_path: Path) -> None:
     async def test() -> None:
         async with pool(model_dir, tmp_path, 1000.0) as made:

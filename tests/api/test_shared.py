@@ -15,9 +15,10 @@ from api.bodies.parsing import Notes
 from api.prepare.chat import Chats
 from api.text.bytelevel import byte_level_tokenizer, byte_of_char
 from api.text.calls.definitions import ToolUse, tool_use
+from api.text.parts import part_ends
 from api.text.shared import shared_length
 from api.text.template import ChatTemplate
-from api.text.tokenizer import Tokenizer
+from api.text.tokenizer import Encoded, Tokenizer
 from tests.api.conftest import MERGES, SPECIAL, TEMPLATE
 from tests.api.test_control import THINKING
 from tests.api.test_template import QWEN_STYLE
@@ -73,6 +74,10 @@ def use_of(names: list[str]) -> ToolUse | None:
 
 def encoded(name: str, messages: list[dict[str, Any]], use: ToolUse | None = None) -> tuple[list[int], int]:
     """Token ids of the prompt, and how many others share."""
+    return prompt_of(name, messages, use)[:2]
+
+
+def prompt_of(name: str, messages: list[dict[str, Any]], use: ToolUse | None = None) -> Encoded:
     made = TOKENIZERS[name]
     assert made.template is not None
     chats = Chats(made, made.template, trust_control_tokens=False)
@@ -140,3 +145,51 @@ def test_of_a_long_chat_the_beginning_alone_is_rendered_again() -> None:
     template = Counting(TEMPLATE, {})
     shared_length(template, chat, {}, template.render(chat))
     assert rendered == [len(chat), 2]
+
+
+WORDS = "hello there " * 30  # 360 characters
+RULE = "-----\n"
+ENDS = (f"\n{RULE}", "</doc>\n", "\n\n")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kept"),
+    [
+        ([WORDS], []),
+        ([f"{WORDS}\n\n", f"{WORDS}\n \n", "Why?"], [1, 2]),
+        (["a\n\n", "b\n\n", f"{WORDS}\n\n", "c\n\n", "Why?"], [3, 4]),  # 256 characters apart, but for the last one
+        ([f"<doc>\n{WORDS}\n\n", f"{WORDS}</doc>\n", f"<doc>{WORDS}</doc> \n", "\n\n", "Why?"], [2, 3, 4]),
+        ([f"{WORDS}\n\n", f"{WORDS}\n{RULE}", f"{WORDS}\n```\n", "Why?"], [2, 3]),
+        ([*[f"{WORDS}\n\n"] * 12, f"{WORDS}\n{RULE}", "Why?"], [12, 13]),  # few paragraphs where documents are marked
+        ([f"{WORDS}\n\n", "Why?\n\n"], [1, 2]),
+    ],
+)
+def test_parts_of_a_text_end_behind_blank_lines_and_marks(pieces: list[str], kept: list[int]) -> None:
+    assert part_ends("".join(pieces)) == [len("".join(pieces[:count])) for count in kept]
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from(sorted(TEMPLATES)))
+def test_two_prompts_are_the_same_up_to_the_parts_that_they_share(data: st.DataObject, name: str) -> None:
+    """However what follows is written: what is computed up to there can be used again."""
+    said = "".join(WORDS + data.draw(WRITTEN) + data.draw(st.sampled_from(ENDS)) for _ in range(2))
+    one, other = (prompt_of(name, [{"role": "user", "content": said + data.draw(WRITTEN)}]) for _ in range(2))
+    same = next((i for i, (a, b) in enumerate(zip(one.ids, other.ids, strict=False)) if a != b), len(one.ids))
+    assert list(one.part_ends) == sorted(one.part_ends)
+    for end in set(one.part_ends) & set(other.part_ends):
+        assert end <= same
+    if name == "escaped":
+        assert not one.part_ends  # the template has changed the message
+
+
+def test_parts_are_those_of_a_message_that_ends_the_chat() -> None:
+    asked = {"role": "user", "content": f"{WORDS}\n\n{WORDS}\n\nWhy?"}
+    ends = prompt_of("chatml", [asked]).part_ends
+    texts = [
+        TOKENIZERS["chatml"].decode(prompt_of("chatml", [asked]).ids[:end], skip_special_tokens=False) for end in ends
+    ]
+    assert [text.count("hello") for text in texts] == [30, 60] and all(
+        text.rstrip("\n").endswith("e ") for text in texts
+    )
+    assert prompt_of("chatml", [asked, {"role": "assistant", "content": "hi"}, USER]).part_ends == []
+    assert prompt_of("chatml", [asked, {"role": "assistant", "content": "hi"}]).part_ends == []

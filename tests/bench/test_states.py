@@ -30,9 +30,9 @@ def test_the_same_turns_are_played_with_and_without_states(models, tmp_path: Pat
     assert twin["computed_tokens"] <= ours["computed_tokens"] < 0.8 * ours["prompt_tokens"]
     assert 0 < ours["snapshots"] <= 1 and twin["snapshots"] == 0
     assert "computed with states: +" in capsys.readouterr().out
-    limited = [*models, *settings, "--snapshots", "2", "--out", str(tmp_path / "limited.json")]
+    limited = [*models, *settings, "--snapshot-share", "0.02", "--out", str(tmp_path / "limited.json")]
     assert main(limited) == 0
     least = json.loads((tmp_path / "limited.json").read_text())["states"]
-    assert 0 < least["snapshots"] < ours["snapshots"] and least["computed_tokens"] > ours["computed_tokens"]
+    assert 0 < least["snapshots"] < 0.02 < ours["snapshots"] and least["computed_tokens"] > ours["computed_tokens"]
     with pytest.raises(SystemExit):
         main([*reversed(models), *settings])

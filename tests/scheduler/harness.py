@@ -55,6 +55,7 @@ def make_request(
     kv_digest: bytes = b"",
     opening_tokens: int | None = None,
     system_tokens: int = 0,
+    part_ends: tuple[int, ...] = (),
 ) -> Request:
     sampling = SamplingParams(
         max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids, prompt_logprobs=prompt_logprobs
@@ -72,6 +73,7 @@ def make_request(
         kv_digest=kv_digest,
         opening_tokens=opening_tokens,
         system_tokens=system_tokens,
+        part_ends=part_ends,
     )
 
 

@@ -33,6 +33,7 @@ def random_request(rng: random.Random, number: int, max_len: int):
         prompt_logprobs=None if rng.random() < 0.9 else 0,
         background=rng.random() < 0.3,
         system_tokens=20 * (number % 3),
+        part_ends=(4 * (number % 5), 18 + number % 8),
     )
 
 

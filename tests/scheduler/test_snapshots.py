@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from scheduler.plan import EventKind
@@ -311,4 +313,92 @@ def test_where_prompts_part_close_behind_a_system_message_no_other_is_kept() -> 
     for n, (tail, system) in enumerate(zip(tails, systems, strict=True)):
         found.append(run_one(engine, f"r{n}", PROMPT[:20] + tail, system_tokens=system)[0].num_cached)
     assert found == [0, 0, 20]
+    engine.check_outputs()
+
+
+DOCUMENTS = [[number + 100] * 70 for number in range(4)]
+
+
+def _asked(*chosen: int, question: int) -> tuple[list[int], tuple[int, ...]]:
+    """A prompt of documents and a question, and where the documents end."""
+    prompt = [token for number in chosen for token in DOCUMENTS[number]]
+    return [*prompt, *[question] * 20], tuple(70 * count for count in range(1, len(chosen) + 1))
+
+
+@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize("known", [True, False])
+def test_behind_each_document_the_second_prompt_begins(budget: int, known: bool) -> None:
+    """That parts there from the first one; where nobody knows the ends, the third one does."""
+    engine = make(max_num_batched_tokens=budget, num_blocks=400, max_model_len=400, num_snapshots=30)
+    found = []
+    for name, chosen in enumerate([(0, 1, 2), (0, 1, 3), (0, 2), (0, 2, 3), (3,), (0, 1, 2)], 1):
+        prompt, ends = _asked(*chosen, question=name)
+        found.append(run_one(engine, f"r{name}", prompt, part_ends=ends if known else ())[0].num_cached)
+    assert found == ([0, 140, 68, 140, 0, 208] if known else [0, 0, 0, 68, 0, 140])
+    engine.check_outputs()
+
+
+@pytest.mark.parametrize(
+    ("ends", "kept"),
+    [
+        ((), []),
+        ((30, 70, 139, 145, 220), [68, 136, 220]),  # 64 tokens behind the one before, or the last one
+        ((30, 70, 139, 145), [68, 136]),
+        ((30, 70, 139, 170), [68, 136, 168]),
+        ((8, 12, 14), []),  # less than what is computed again rather than kept
+        ((70, 239, 240, 400), [68, 236]),  # the prompt's own is at 240
+        ((220, 70, 70), [68, 220]),
+    ],
+)
+def test_of_many_ends_of_parts_few_are_kept(ends: tuple[int, ...], kept: list[int]) -> None:
+    engine = make(num_blocks=400, max_model_len=400, max_num_batched_tokens=300)
+    engine.add(make_request("a", [*range(100, 344)], 3, opening_tokens=1, part_ends=ends))
+    plan = engine.step()
+    assert plan is not None and plan.rows[0].state is not None
+    assert [position for position, _ in plan.rows[0].state.saves] == [*kept, 240]
+    engine.drain(10)
+    engine.check_outputs()
+
+
+def test_far_into_a_prompt_parts_are_farther_from_each_other() -> None:
+    """So their number grows with the logarithm of the prompt's length."""
+    engine = make(num_blocks=1000, max_model_len=4000, max_num_batched_tokens=4000, num_snapshots=90)
+    ends = tuple(range(4, 3900, 4))
+    engine.add(make_request("a", [n % 50 + 100 for n in range(3900)], 3, part_ends=ends))
+    plan = engine.step()
+    assert plan is not None and plan.rows[0].state is not None
+    *saves, last, closing = (position for position, _ in plan.rows[0].state.saves)
+    assert saves[:3] == [68, 136, 204] and (last, closing) == (3888, 3892) and len(saves) == 22
+    assert all(after - before > after // 8 for before, after in pairwise(saves))
+    engine.drain(10)
+
+
+def test_parts_of_prompts_take_no_slots_of_chats_that_go_on() -> None:
+    """Once it has been seen that nobody begins behind them, and next turns come."""
+    engine = make(num_snapshots=8, num_blocks=800, max_model_len=800)
+    talks = {n: [n] * 30 for n in range(1, 5)}
+    number, missed = 0, 0
+    for turn in range(12):
+        for n in talks:
+            request = engine.add(make_request(f"{n}.{turn}", talks[n], 6, opening_tokens=1))
+            engine.drain(30)
+            missed += turn > 3 and request.num_cached == 0
+            talks[n] = [*talks[n], *request.output, *[n + 10] * 8]
+            prompt = [token for document in range(2) for token in [1000 + 10 * number + document] * 70]
+            run_one(engine, f"once {number}", [*prompt, 1, 2, 3, 4, 5], part_ends=(70, 140), opening_tokens=1)
+            number += 1
+    assert missed <= 4
+    engine.check_outputs()
+
+
+def test_what_several_begin_from_outlives_what_nobody_does() -> None:
+    engine = make(num_snapshots=6, num_blocks=1000, max_model_len=400)
+    for question in (1, 2):
+        prompt, ends = _asked(0, question=question)
+        found = run_one(engine, f"first {question}", prompt, part_ends=ends, opening_tokens=1)[0].num_cached
+    assert found == 68
+    for number in range(12):
+        run_one(engine, f"once {number}", [1000 + number] * 100, part_ends=(70,), opening_tokens=1)
+    prompt, ends = _asked(0, question=3)
+    assert run_one(engine, "again", prompt, part_ends=ends)[0].num_cached == 68
     engine.check_outputs()

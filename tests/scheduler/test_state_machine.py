@@ -62,9 +62,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.booleans(),
         background=st.booleans(),
         system_tokens=st.sampled_from([0, 4, 20, 99]),
+        part_ends=st.lists(st.integers(0, 30), max_size=4).map(sorted).map(tuple),
     )
     def arrive(
-        self, same, tail, max_tokens, adapter, tenant, priority, ignore_eos, stop, background, system_tokens
+        self, same, tail, max_tokens, adapter, tenant, priority, ignore_eos, stop, background, system_tokens, part_ends
     ) -> None:
         if adapter in self.retired:
             return
@@ -79,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=(EOS + 1, EOS + 2) if stop else (),
             background=background,
             system_tokens=system_tokens,
+            part_ends=part_ends,
             kv_digest=repr(adapter).encode() if self.engine.scheduler.disk is not None else b"",
         )
         known = len(self.engine.scheduler.requests())

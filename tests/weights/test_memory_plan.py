@@ -396,11 +396,28 @@ def kept(made: MemoryPlan) -> dict[str, int]:
 def test_states_are_counted_and_snapshots_are_in_the_cache(stateful: WeightSource) -> None:
     made = plan(stateful, max_num_seqs=6, kv_cache_tokens=32768)
     blocks = -(-EACH // (16 * 256))
-    snapshots = 32768 // 16 // blocks
+    snapshots = 32768 // 16 * 3 // 4 // blocks
     assert (made.num_states, made.num_snapshots, made.snapshot_blocks) == (6, snapshots, blocks)
     assert made.state_slots == 6 + snapshots
     assert kept(made) == {"states, 6 sequences": 6 * EACH, "KV cache, 32768 tokens": 32768 * 256}
-    assert any(note.endswith(f"of the KV cache, as {16 * blocks} positions do") for note in made.notes)
+    assert any(note.endswith(f", as {16 * blocks} positions") for note in made.notes)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.15, 1.0])
+def test_snapshots_take_no_more_than_their_share(stateful: WeightSource, share: float) -> None:
+    made = plan(stateful, max_num_seqs=6, kv_cache_tokens=32768, snapshot_share=share)
+    assert made.num_snapshots == int(share * 32768 // 16) // made.snapshot_blocks
+    assert any("the prefix cache is not used" in note for note in made.notes) == (share == 0)
+    for cache in ({"kv_cache_tokens": 1024}, {"kv_cache_tokens": None}):
+        made = plan(stateful, gpu=Memory("GPU 0", GIB, GIB), max_num_seqs=600, snapshot_share=share, **cache)
+        most = share * (made.num_snapshots * EACH + made.kv_tokens * 256)
+        assert most - EACH < made.num_snapshots * EACH <= most or made.num_snapshots == 1200
+        assert (made.num_snapshots > 0) == (share > 0)
+
+
+def test_a_share_of_snapshots_where_there_are_none_is_said_to_change_nothing(source: WeightSource) -> None:
+    assert not any("snapshot_share" in note for note in plan(source).notes)
+    assert any(note.startswith("snapshot_share changes nothing") for note in plan(source, snapshot_share=0.5).notes)
 
 
 def test_a_cache_that_holds_no_snapshot_is_said_not_to_be_used(stateful: WeightSource) -> None:
