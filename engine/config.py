@@ -242,7 +242,7 @@ class EngineConfig:
     snapshot_share: float | None = option(
         None,
         "of models whose layers keep states: the share of the cache's memory, blocks and snapshots together, that "
-        "snapshots may take; default: 0.75, and on a GPU, where blocks cannot have what they leave, 0.5",
+        "snapshots may take; default: all that blocks do not need, on a GPU, where blocks cannot have it, 0.5",
         group="Batching",
         limits=(0.0, 1.0),
     )

@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from engine.architectures.config import ModelConfig
 
 _STATE_SHARE = 0.5  # of the cache's memory, that states of running sequences may take
-# of what they leave, that snapshots may take: blocks have little where nearly all could be snapshots', and prompts of
-# which a snapshot was saved then miss their blocks. On a GPU snapshots have their memory even if nobody needs them
-_SNAPSHOT_SHARE, _GPU_SNAPSHOT_SHARE = 0.75, 0.5
+_SNAPSHOT_SHARE = 1.0  # of what they leave, that snapshots may take, as far as blocks do not need it
+_GPU_SNAPSHOT_SHARE = 0.5  # likewise on a GPU, where blocks cannot have it
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ class StatePool:
             kind = self._order.kind(snapshot)
             if request.state_end == system or kind is Kind.PART:  # of another conversation, whose answer this drops
                 self._order.share(snapshot)
-                self._offer(snapshot)
+                if kind is Kind.PART:
+                    self._offer(snapshot)
             else:
                 dropped = self._answers.get(snapshot, ())  # who begins behind the prompt does not repeat the answer
                 self._order.evict_first(dropped)

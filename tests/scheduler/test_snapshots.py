@@ -402,3 +402,16 @@ def test_what_several_begin_from_outlives_what_nobody_does() -> None:
     prompt, ends = _asked(0, question=3)
     assert run_one(engine, "again", prompt, part_ends=ends)[0].num_cached == 68
     engine.check_outputs()
+
+
+def test_parts_go_to_disk_once_somebody_has_begun_from_them() -> None:
+    engine = make(num_blocks=400, max_model_len=400, disk_bytes=1000, disk_block_bytes=1, disk_state_bytes=2)
+    saved = []
+    for question, second in enumerate((1, 1, 2), 1):
+        prompt, ends = _asked(0, second, question=question)
+        run_one(engine, f"r{question}", prompt, part_ends=ends, opening_tokens=1, kv_digest=b"model")
+        engine.settle_disk()
+        saved.append(engine.scheduler.stats()["disk_saved_snapshots"])
+    each = saved[0]  # prompt and answer have
+    assert saved == [each, 2 * each + 1, 3 * each + 2]
+    engine.check_outputs()

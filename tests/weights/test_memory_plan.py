@@ -396,7 +396,7 @@ def kept(made: MemoryPlan) -> dict[str, int]:
 def test_states_are_counted_and_snapshots_are_in_the_cache(stateful: WeightSource) -> None:
     made = plan(stateful, max_num_seqs=6, kv_cache_tokens=32768)
     blocks = -(-EACH // (16 * 256))
-    snapshots = 32768 // 16 * 3 // 4 // blocks
+    snapshots = 32768 // 16 // blocks
     assert (made.num_states, made.num_snapshots, made.snapshot_blocks) == (6, snapshots, blocks)
     assert made.state_slots == 6 + snapshots
     assert kept(made) == {"states, 6 sequences": 6 * EACH, "KV cache, 32768 tokens": 32768 * 256}
