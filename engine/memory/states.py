@@ -85,8 +85,7 @@ class StateSizes:
 
     def notes(self, states: int, snapshots: int, snapshot_blocks: int) -> list[str]:
         if not self.each:
-            unused = self.config.snapshot_share is not None
-            return ["snapshot_share changes nothing: the model's layers keep no states"] if unused else []
+            return []
         config, each = self.config, format_bytes(self.each)
         kept, notes = self.kept_positions * self.model.kept_bytes, []
         if kept:

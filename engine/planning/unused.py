@@ -92,6 +92,12 @@ def _kv_disk(config: EngineConfig, source: WeightSource, placement: Placement) -
     return "" if config.kv_disk is not None else "no --kv-disk is given"
 
 
+def _snapshots(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
+    if not source.config.state_bytes:
+        return "no layer of this model keeps states"
+    return "" if config.prefix_caching else "there is no prefix cache (--prefix-caching)"
+
+
 def _graphs(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
     return "no GPU is used" if placement.device == "cpu" and config.cuda_graphs == "off" else ""
 
@@ -139,6 +145,7 @@ _RULES: dict[str, _Rule] = {
     "cpu_threads": _threads,
     "cuda_graphs": _graphs,
     "kv_disk_dir": _kv_disk,
+    "snapshot_share": _snapshots,
     "expert_scaling": _scaling,
     "expert_b_layout": _scaling,
     "adapter_memory": _slots,

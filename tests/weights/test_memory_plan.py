@@ -415,11 +415,6 @@ def test_snapshots_take_no_more_than_their_share(stateful: WeightSource, share: 
         assert (made.num_snapshots > 0) == (share > 0)
 
 
-def test_a_share_of_snapshots_where_there_are_none_is_said_to_change_nothing(source: WeightSource) -> None:
-    assert not any("snapshot_share" in note for note in plan(source).notes)
-    assert any(note.startswith("snapshot_share changes nothing") for note in plan(source, snapshot_share=0.5).notes)
-
-
 def test_a_cache_that_holds_no_snapshot_is_said_not_to_be_used(stateful: WeightSource) -> None:
     made = plan(stateful, max_num_seqs=6, kv_cache_tokens=64)
     assert made.num_snapshots == 0 and any("the prefix cache is not used" in note for note in made.notes)
