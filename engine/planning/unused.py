@@ -95,7 +95,7 @@ def _kv_disk(config: EngineConfig, source: WeightSource, placement: Placement) -
 def _snapshots(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
     if not source.config.state_bytes:
         return "no layer of this model keeps states"
-    return "" if config.prefix_caching else "there is no prefix cache (--prefix-caching)"
+    return "" if config.prefix_caching else "there is no prefix cache (--no-prefix-caching)"
 
 
 def _graphs(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
