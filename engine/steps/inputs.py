@@ -41,6 +41,8 @@ class StepArrays:
     adapters: Array  # [T]: adapter slot, 0 = base
     kept: Array  # [K], rising: the tokens after which something is sampled
     kept_starts: Array  # [R + 1]
+    pending: bool  # whether some token is still on the device
+    adapted: bool  # whether some adapter slot is not 0
     states: list[RowState] = field(default_factory=list)  # [R]; none where the model keeps no states
 
     @classmethod
@@ -67,6 +69,8 @@ class StepArrays:
             adapters=np.repeat(slots, lengths),
             kept=_ranges(row_starts[1:] - samples, samples),
             kept_starts=_offsets(samples),
+            pending=bool(np.any(sources >= 0)),
+            adapted=bool(np.any(slots)),
             states=_states(rows),
         )
 
@@ -88,7 +92,7 @@ class StepArrays:
             sampled[row.request.request_id] if on_device else -1
             for row, on_device in zip(plan.rows, pending, strict=True)
         ]
-        positions = np.array(starts, np.int64)
+        positions, adapters = np.array(starts, np.int64), [row.adapter_slot for row in plan.rows]
         return cls(
             row_starts=upto,
             context_lens=positions + 1,
@@ -97,9 +101,11 @@ class StepArrays:
             sources=np.array(sources, np.int64),
             positions=positions,
             slot_mapping=np.array(slots, np.int64),
-            adapters=np.array([row.adapter_slot for row in plan.rows], np.int64),
+            adapters=np.array(adapters, np.int64),
             kept=upto[:-1],
             kept_starts=upto,
+            pending=any(pending),
+            adapted=any(adapters),
             states=_states(plan.rows),
         )
 
@@ -135,7 +141,7 @@ class StepArrays:
     def token_ids(self, sampled: torch.Tensor) -> torch.Tensor:
         """int64 [T] on the device of `sampled`, where tokens that the host does not know are copied from it."""
         ids = to_device(self.ids, torch.int64, sampled.device)
-        if self.sources.max(initial=-1) >= 0:
+        if self.pending:
             targets = np.flatnonzero(self.sources >= 0)
             places = to_device(self.sources[targets], torch.int64, sampled.device)
             # a negative one was not sampled: its request ends before this step does
@@ -144,7 +150,7 @@ class StepArrays:
 
     def lora(self, device: torch.device) -> LoraBatch | None:
         """None for a batch of the base alone."""
-        if not self.adapters.any():
+        if not self.adapted:
             return None
         groups, segments = Groups.of(self.adapters), None
         if device.type == "cuda":

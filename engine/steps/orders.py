@@ -63,7 +63,8 @@ class Step(msgspec.Struct, tag=True, frozen=True):
         ids, sources = np.zeros(tokens, np.int64), np.full(tokens, -1, np.int64)
         blocks, ends = array("i", self.tables), [0, *np.cumsum(_pages(parts["context_lens"])).tolist()]
         tables = [blocks[begin:end] for begin, end in pairwise(ends)]
-        return StepArrays(ids=ids, sources=sources, block_tables=tables, states=[], **parts)
+        adapted = bool(np.any(parts["adapters"]))
+        return StepArrays(ids=ids, sources=sources, block_tables=tables, pending=False, adapted=adapted, **parts)
 
 
 def _pages(context_lens: Array) -> Array:

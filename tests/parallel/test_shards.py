@@ -99,7 +99,7 @@ def test_a_step_arrives_as_it_was_told():
         block_tables=[array("i", [4, 5, 6]), array("i", [7])],
         ids=np.array([9, 1, 2, 3]), sources=np.array([0, -1, -1, -1]), positions=np.array([16, 0, 1, 2]),
         slot_mapping=np.array([80, 112, 113, 114]), adapters=np.array([0, 2, 2, 2]), kept=np.array([0, 3]),
-        kept_starts=np.array([0, 1, 2]),
+        kept_starts=np.array([0, 1, 2]), pending=True, adapted=True,
     )  # fmt: skip
     sent = Step.of(arrays, padded=False, every=True, greedy=False, logits=[(1, 3)])
     got = decode(encode(sent))
@@ -108,6 +108,7 @@ def test_a_step_arrives_as_it_was_told():
         np.testing.assert_array_equal(getattr(got.arrays, name), getattr(arrays, name))
     assert [list(table) for table in got.arrays.block_tables] == [[4, 5], [7]]
     assert not got.arrays.ids.any() and (got.arrays.sources == -1).all()
+    assert got.arrays.adapted and not got.arrays.pending
 
 
 @pytest.mark.parametrize("quantised", [False, True])

@@ -77,7 +77,7 @@ class PaddedInputs:
             views[name][:rows] = getattr(step, name)
             views[name][rows:] = padding
         views["bsz"][0] = valid_rows
-        if step.adapters.any():
+        if step.adapted:
             groups = Groups.of(step.adapters)
             tiles = groups.tiles
             views["slots"][:rows] = step.adapters

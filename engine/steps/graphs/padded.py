@@ -84,7 +84,7 @@ class PaddedDecode:
 
     def launch(self, step: StepArrays) -> Trace | None:
         """Fills `logits`, `greedy` and `sampled`."""
-        rows, lora = step.num_tokens, bool(step.adapters.any())
+        rows, lora = step.num_tokens, step.adapted
         bucket = next(size for size in self.buckets if size >= rows)
         self.inputs.fill(step, rows)
         self.model.plan(self._layout(step, bucket))
