@@ -29,6 +29,7 @@ class Flags:
     gpu: bool = False  # all layers there; the file not mapped, as llama.cpp advises for experts on the CPU
     cpu_layers: int = 0  # with a GPU: the experts of the first so many layers stay on the CPU
     offload: bool = True  # with a GPU: experts of many rows are copied there
+    wide_cache: bool = False  # keys and values in float32
 
     def bench(self) -> list[str]:
         return [*self._common(), "--repack", str(int(self.repack))]
@@ -42,7 +43,8 @@ class Flags:
         return flags
 
     def _common(self) -> list[str]:
-        return ["-t", str(self.threads), "-fa", "on" if self.flash else "off", "-ub", str(self.ubatch)]
+        flags = ["-t", str(self.threads), "-fa", "on" if self.flash else "off", "-ub", str(self.ubatch)]
+        return flags + (["-ctk", "f32", "-ctv", "f32"] if self.wide_cache else [])
 
     def __str__(self) -> str:
         return " ".join(self.common())

@@ -184,7 +184,8 @@ def _refuse_unsupported(fields: Fields, shared_expert: bool, reads: Collection[s
 
 
 def _rope_scaling(fields: Fields, positions: int) -> RopeScaling | None:
-    """llama.cpp takes an absent type as linear and an absent or zero factor as 1."""
+    """llama.cpp takes an absent type as linear and an absent or zero factor as 1. `attn_factor` multiplies yarn's own
+    factor, and `yarn_attn_factor` replaces it: its converter makes it of attention_factor."""
     kind = fields.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise fields.error("rope.scaling.type", f"is {shown(kind)}; allowed are none, linear and yarn")
@@ -193,8 +194,11 @@ def _rope_scaling(fields: Fields, positions: int) -> RopeScaling | None:
         return None
     if kind == "linear":
         return RopeScaling("linear", factor)
-    extra_attention = fields.number("rope.scaling.attn_factor", 1.0)
-    attention = None if extra_attention == 1.0 else extra_attention * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+    extra, own = fields.number("rope.scaling.attn_factor", 1.0), fields.get("rope.scaling.yarn_attn_factor")
+    whole = 0.1 * math.log(max(factor, 1.0)) + 1.0
+    if own is not None:
+        whole = float32(fields.number("rope.scaling.yarn_attn_factor"))
+    attention = None if own is None and extra == 1.0 else extra * whole
     return RopeScaling(
         "yarn",
         factor,

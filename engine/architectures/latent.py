@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.fields import Fields
-from engine.architectures.gguf import GGUFModel, config_of_gguf, float32
+from engine.architectures.gguf import EXTRA_LAYERS, GGUFModel, config_of_gguf, float32
 from engine.architectures.hf import Defaults
 from engine.architectures.numbers import Numbers
 from engine.architectures.parts.mla import Latent
@@ -187,12 +187,13 @@ def latent_config_of_gguf(file: GGUFModel, architecture: str, router: Callable[[
             raise fields.error("leading_dense_block_count", f"is {dense}; other layers have a dense MLP")
         return latent_layers(replace(n, rotation=_rotation_of_gguf(file, n.rotation)), sizes, made)
 
-    return config_of_gguf(common, architecture=architecture, norm_topk_prob=False, layers=layers)
+    return config_of_gguf(common, architecture=architecture, norm_topk_prob=False, layers=layers, reads=(EXTRA_LAYERS,))
 
 
 def _rotation_of_gguf(file: GGUFModel, rotation: Rotation) -> Rotation:
     """llama.cpp leaves cosines and sines as they are, and scales queries and keys by what the key says, which is 0.1
-    mscale_all_dim."""
+    mscale_all_dim. A model without mscale_all_dim has yarn's usual factor on cosines and sines, though llama.cpp scales
+    its queries and keys as well: it counts on the key."""
     scaling = rotation.scaling
     weight = float32(file.fields.number("rope.scaling.yarn_log_multiplier", 0.0, above=-1e-9))
     if scaling is None or scaling.kind != "yarn":
@@ -200,6 +201,6 @@ def _rotation_of_gguf(file: GGUFModel, rotation: Rotation) -> Rotation:
             raise file.fields.error("rope.scaling.yarn_log_multiplier", f"is {shown(weight)} without yarn")
         return rotation
     if not weight:
-        return replace(rotation, scaling=replace(scaling, attention_factor=1.0))
+        return rotation
     each = round(10 * weight, 6)
     return replace(rotation, scaling=replace(scaling, extra={"mscale": each, "mscale_all_dim": each}))

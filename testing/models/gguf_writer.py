@@ -168,6 +168,9 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, expanded: b
         writer.add_ssm_group_count(config.linear_num_key_heads)
         writer.add_ssm_time_step_rank(config.linear_num_value_heads)
         writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        recurrent = [kind == "linear_attention" for kind in config.layer_types]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+        writer.add_full_attention_interval(4)  # whatever the layers are; the array goes before it
     if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
         writer.add_expert_shared_feed_forward_length(shared)
     if rope["rope_type"] in ("yarn", "linear"):
@@ -175,11 +178,25 @@ def gguf_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig, expanded: b
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if rope.get("attention_factor") is not None:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
+        if rope.get("beta_fast") is not None:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        if rope.get("beta_slow") is not None:
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     eos = config.eos_token_id
     if eos is not None:
         writer.add_eos_token_id(eos[0] if isinstance(eos, list) else eos)
     if config.bos_token_id is not None:
         writer.add_bos_token_id(config.bos_token_id)
+
+
+def tokenizer_metadata(size: int) -> dict[str, Any]:
+    """For `save_gguf`: what llama.cpp asks of a vocabulary of so many tokens before it reads a model."""
+    kinds = [int(gguf.TokenType.NORMAL)] * (size - 1) + [int(gguf.TokenType.CONTROL)]
+    own = {"model": "gpt2", "pre": "qwen2", "tokens": [f"t{i}" for i in range(size)], "token_type": kinds}
+    own |= {"merges": ["t 0"]}
+    return {f"tokenizer.ggml.{name}": value for name, value in own.items()}
 
 
 def in_pairs(weight: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
@@ -252,6 +269,7 @@ def save_gguf(
     vectors: bool = False,
     expanded: bool = False,
     early: bool = False,
+    more: dict[str, torch.Tensor] | None = None,
 ) -> PreTrainedModel:
     """Write the model as llama.cpp's converter would (norms, biases, routers F32) and return, in float32, the model
     that the file holds: `model` up to quantisation, or random in tensors of types that only exist as blocks.
@@ -260,7 +278,7 @@ def save_gguf(
     `split` is the most tensors per file (the files are then named `<stem>-00001-of-0000N.gguf`); `metadata` adds
     or replaces string, number, bool or list values; `vectors`: a projection to one value is stored as a vector;
     `expanded`: latent keys and values have one tensor, as llama.cpp wrote them at first; `early`: so have all wide
-    projections of Qwen3-Next's delta nets.
+    projections of Qwen3-Next's delta nets; `more`: tensors by GGUF name, written as they are.
     """
     held = copy.deepcopy(model).float()
     state = stored_parameters(held)
@@ -302,6 +320,8 @@ def save_gguf(
         if vectors and part.ndim == 2 and part.shape[0] == 1:
             data = data[0]
         writer.add_tensor(stored, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+    for stored, values in (more or {}).items():
+        writer.add_tensor(stored, values.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -176,6 +176,7 @@ CASES = [
     {},
     {"q_lora_rank": None},
     {"first_k_dense_replace": 0},
+    {"rope_parameters": YARN},
     {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
     {"n_group": None, "topk_group": None},
 ]
@@ -225,6 +226,19 @@ def test_metadata_that_contradicts_is_refused(tmp_path: Path, family: str, metad
     save_gguf(tiny_model(family=family), tmp_path / "m.gguf", metadata=changed)
     with pytest.raises(ModelFileError, match=said):
         open_model(str(tmp_path / "m.gguf"))
+
+
+def test_the_layer_behind_the_last_of_gguf_is_left_out(tmp_path: Path) -> None:
+    """GLM-4.7-Flash's files have one."""
+    metadata, more = {"deepseek2.nextn_predict_layers": 1}, {"blk.3.nextn.enorm.weight": torch.ones(64)}
+    model = tiny_model(3, family="deepseek_v3", num_hidden_layers=4)
+    save_gguf(model, tmp_path / "m.gguf", "F32", "F32", metadata=metadata, more=more)
+    del model.model.layers[3]
+    model.config.num_hidden_layers = 3
+    engine = Harness(tmp_path / "m.gguf")
+    assert any("layer 3 (multi-token prediction) is left out" in line for line in engine.plan.lines)
+    expect(engine, model, prompts(3, [9]))
+    engine.close()
 
 
 def test_a_missing_half_is_named(tmp_path: Path) -> None:

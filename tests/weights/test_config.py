@@ -197,6 +197,16 @@ CASES: list[dict[str, Any]] = [
     {"num_hidden_layers": 3, "mlp_only_layers": [2]},
     {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "attention_factor": 1.3,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+        }
+    },
     {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
 ]
 
