@@ -248,14 +248,15 @@ def _add_by_kind(
 
 
 def _expert_part(state: dict[str, torch.Tensor], at: str, name: str, family: str) -> torch.Tensor:
-    """A view of what a GGUF tensor of experts holds: a projection [E, out, in] or its bias [E, out]."""
+    """A view of what a GGUF tensor of experts holds: a projection [E, out, in] or its bias [E, out].
+    `name`: gate, up, both of them, or down."""
     projection, _, bias = name.partition("_")
     fused = state[f"{at}.{'down_proj' if projection == 'down' else 'gate_up_proj'}{'_bias' if bias else ''}"]
     if family == "gpt_oss":  # gate and up by turns, inputs before outputs
         fused = fused if bias else fused.transpose(1, 2)
         return {"gate": fused[:, ::2], "up": fused[:, 1::2], "down": fused}[projection]
     half = fused.shape[1] // 2
-    return {"gate": fused[:, :half], "up": fused[:, half:], "down": fused}[projection]
+    return {"gate": fused[:, :half], "up": fused[:, half:]}.get(projection, fused)
 
 
 def save_gguf(
@@ -269,6 +270,7 @@ def save_gguf(
     vectors: bool = False,
     expanded: bool = False,
     early: bool = False,
+    fused: bool = False,
     more: dict[str, torch.Tensor] | None = None,
 ) -> PreTrainedModel:
     """Write the model as llama.cpp's converter would (norms, biases, routers F32) and return, in float32, the model
@@ -278,7 +280,8 @@ def save_gguf(
     `split` is the most tensors per file (the files are then named `<stem>-00001-of-0000N.gguf`); `metadata` adds
     or replaces string, number, bool or list values; `vectors`: a projection to one value is stored as a vector;
     `expanded`: latent keys and values have one tensor, as llama.cpp wrote them at first; `early`: so have all wide
-    projections of Qwen3-Next's delta nets; `more`: tensors by GGUF name, written as they are.
+    projections of Qwen3-Next's delta nets; `fused`: gate and up of experts have one tensor;
+    `more`: tensors by GGUF name, written as they are.
     """
     held = copy.deepcopy(model).float()
     state = stored_parameters(held)
@@ -297,6 +300,10 @@ def save_gguf(
             writer.add_array(key, value)
     for seed, (name, stored) in enumerate(gguf_tensors(model).items()):
         layer, _, projection = name.partition(".")
+        if fused and layer.isdigit() and projection in ("gate", "up"):
+            if projection == "up":
+                continue
+            projection, stored = "both", stored.replace("ffn_gate", "ffn_gate_up")
         if layer.isdigit():
             part = _expert_part(state, f"model.layers.{layer}.mlp.experts", projection, model.config.model_type)
             kind = expert_type if isinstance(expert_type, str) else expert_type.get(projection, "F32")

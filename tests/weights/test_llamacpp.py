@@ -36,6 +36,7 @@ ASKED = prompts(5, [7, 61], VOCABULARY)
 NEAR, NEAR_QUANTISED = 1e-3, 0.5  # of log-probabilities; llama.cpp rounds activations beside quantised weights
 UNTIED = ("qwen2_moe", "minimax_m2", "gpt_oss")  # llama.cpp wants an output.weight of them
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+FUSED = (*LATENT, *STATEFUL)  # whose gate and up llama.cpp also reads from one tensor
 WIDE_HEADS = ("minimax_m2", "qwen3_5_moe_text")  # as wide as rotary_dim, or as mrope's sections are together
 EVERY = (*FAMILIES, *STATEFUL, *ALIKE)
 THETA = {"rope_theta": 10000.0}
@@ -82,8 +83,8 @@ def drawn(family: str, seed: int) -> Case:
     if family not in ("qwen2_moe", *LATENT):
         options["head_dim"] = 32 if family in WIDE_HEADS else r.choice((16, 32))
     options["rope_parameters"] = THETA | rope
-    early = "early" if family == "qwen3_next" else "expanded" if family in LATENT else None
-    return options, {early: r.random() < 0.4} if early else {}
+    saved = {"early": family == "qwen3_next", "expanded": family in LATENT, "fused": family in FUSED}
+    return options, {name: r.random() < 0.4 for name, may in saved.items() if may}
 
 
 def _groups(r: random.Random) -> dict[str, Any]:
@@ -119,12 +120,12 @@ def _stateful(r: random.Random) -> dict[str, Any]:
     }
 
 
-def written(path: Path, family: str, case: Case, kind: str = "F32") -> PreTrainedModel:
+def written(path: Path, family: str, case: Case, experts: str = "F32", dense: str = "F32") -> PreTrainedModel:
     options, saved = case
     vocabulary = options.get("vocab_size", VOCABULARY)
     model = tiny_model(5, family=family, **{"vocab_size": VOCABULARY, "eos_token_id": vocabulary - 1} | options)
     metadata = tokenizer_metadata(vocabulary) | saved.get("metadata", {})
-    return save_gguf(model, path, kind, kind, **saved | {"metadata": metadata})
+    return save_gguf(model, path, experts, dense, **saved | {"metadata": metadata})
 
 
 def theirs(path: Path) -> list[Answer]:
@@ -262,10 +263,10 @@ def test_what_its_converter_does_not_write(tmp_path, family, normalised):
         assert tokens == own and first == pytest.approx(likely, abs=NEAR)
 
 
-@pytest.mark.parametrize("family", EVERY)
-def test_quantised(tmp_path, family):
+@pytest.mark.parametrize(("family", "experts"), [*((family, "Q8_0") for family in EVERY), ("gpt_oss", "MXFP4")])
+def test_quantised(tmp_path, family, experts):
     path = tmp_path / "m.gguf"
-    model = written(path, family, (SQUARE if family in STATEFUL else {}, {}), "Q8_0")
+    model = written(path, family, (SQUARE if family in STATEFUL else {}, {}), experts, "Q8_0")
     assert agree(model, ours(path))
     for prompt, (_, first) in zip(ASKED, theirs(path), strict=True):
         assert furthest(model, prompt, first) < NEAR_QUANTISED

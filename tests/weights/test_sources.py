@@ -22,7 +22,7 @@ from engine.files.model_file import FileBytes
 from engine.weights.layout import gguf_expert_name, tensors
 from engine.weights.open import open_model
 from testing.models.block_types import encode
-from testing.models.gguf_writer import gguf_metadata, gguf_tensors, save_gguf
+from testing.models.gguf_writer import save_gguf
 from testing.models.tiny import save_hf, tiny_model
 from tests.weights.states import assert_same
 
@@ -99,24 +99,8 @@ def test_experts_are_read_from_the_file(tmp_path: Path) -> None:
 def test_gguf_with_fused_gate_and_up(tmp_path: Path) -> None:
     """Converters may store gate and up as one tensor, gate's rows first."""
     model = tiny_model(5)
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "qwen3moe")
-    gguf_metadata(writer, model.config)
-    state = dict(model.named_parameters())
-    for name, stored in gguf_tensors(model).items():
-        layer, _, projection = name.partition(".")
-        if projection == "gate":
-            fused = state[f"model.layers.{layer}.mlp.experts.gate_up_proj"].detach().numpy()
-            writer.add_tensor(f"blk.{layer}.ffn_gate_up_exps.weight", fused)
-        elif projection == "down" and layer.isdigit():
-            writer.add_tensor(stored, state[f"model.layers.{layer}.mlp.experts.down_proj"].detach().numpy())
-        elif not layer.isdigit():
-            writer.add_tensor(stored, state[name].detach().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert_same(open_model(str(path)), model)
+    save_gguf(model, tmp_path / "m.gguf", "F32", "F32", fused=True)
+    assert_same(open_model(str(tmp_path / "m.gguf")), model)
 
 
 def test_gguf_beside_a_folder(tmp_path: Path) -> None:
