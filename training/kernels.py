@@ -49,7 +49,8 @@ def expert_maker(config: TrainConfig, note: Callable[[str], None] | None = None,
         layers: Mapping[int, TrainableExperts] = trainable_layers(
             backend, source.config, keep=keep, locked=device != "cpu"
         )
-        if streaming is not None and layers:
+        plain = source.config.experts is not None and source.config.experts.plain
+        if streaming is not None and layers and plain:
             packed = needed(backend, PackedWeights)
             layers, line = streaming.layers(layers, packed, source.config, dtype, keep=keep)
             lines.append(line)

@@ -50,9 +50,12 @@ class RoutedExperts(nn.Module):
 
     weight: torch.Tensor
 
-    def __init__(self, experts: TrainableExperts, shape: tuple[int, int, int], rows: BatchRows) -> None:
-        """`shape`: experts E, hidden size H, intermediate size I."""
+    def __init__(
+        self, experts: TrainableExperts, shape: tuple[int, int, int], rows: BatchRows, *, by_turns: bool = False
+    ) -> None:
+        """`shape`: experts E, hidden size H, intermediate size I. `by_turns`: as in `StockModel`."""
         super().__init__()
+        self.by_turns = by_turns
         self.experts = experts
         self.shape = shape
         self.rows = rows

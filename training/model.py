@@ -18,19 +18,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.gqa import GroupedQuery
-from engine.architectures.parts.mlp import FLOAT32_MODULES, Dense
+from engine.architectures.parts.mlp import FLOAT32_MODULES, ROUTER, Dense
 from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError
 from engine.files.json_file import read_json
 from engine.weights.layout import tensors
 from engine.weights.open import open_model
 from engine.weights.store import WeightSource
+from training.attention import SINK_ATTENTION, within_windows
 from training.delta import refuse_delta, transformers_tensor
-from training.experts.base import TrainableExperts, refuse_untrainable
+from training.experts.base import TrainableExperts
 from training.layer import BatchRows, RoutedExperts, place_experts
 from training.names import GATE_MODULES, transformers_name
 
-_FLOAT32 = (*FLOAT32_MODULES, *GATE_MODULES)
+_OTHER_ROUTER = "mlp.router"  # what some families call `ROUTER`
+_FLOAT32 = (*FLOAT32_MODULES, _OTHER_ROUTER, *GATE_MODULES)
 _TOKENS = "tokens_not_padding"  # an argument of layers, and of their attention
 ExpertMaker = Callable[[WeightSource, torch.dtype], Mapping[int, TrainableExperts]]  # by sparse layer
 
@@ -48,7 +50,6 @@ def load_model(
     and of the weights beside the experts; routers stay in float32, as the server has them. `experts_from`: another
     file or folder of the same model, whose experts are used. UserError for what cannot be opened."""
     source = open_model(model)
-    refuse_untrainable(source.config, model)
     refuse_delta(source, model, packing=False)
     experts = source if experts_from is None else open_model(experts_from)
     if experts.config.sparse_layers != source.config.sparse_layers or _sizes(experts) != _sizes(source):
@@ -59,15 +60,22 @@ def load_model(
         )
     config = transformers_config(model, source.config)
     config.use_cache, config.tie_word_embeddings = False, source.config.tie_word_embeddings
+    grouped = [part for part in source.config.paged_attention if isinstance(part, GroupedQuery)]
+    if attention == "sdpa" and any(part.sinks for part in grouped):
+        attention = SINK_ATTENTION
     with torch.device("meta"):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     rows = BatchRows()
+    by_turns = source.config.experts is not None and source.config.experts.interleaved
     for layer, held in make_experts(experts, dtype).items():
-        place_experts(made.get_submodule(f"model.layers.{layer}.mlp"), RoutedExperts(held, _sizes(source), rows))
+        routed = RoutedExperts(held, _sizes(source), rows, by_turns=by_turns)
+        place_experts(made.get_submodule(f"model.layers.{layer}.mlp"), routed)
     mark_packed(made)
     _read_tensors(made, source, dtype, torch.device(device))
     base: Any = made.get_submodule("model")
     base.register_forward_pre_hook(_find_padding, with_kwargs=True)
+    if any(part.window is not None for part in grouped):
+        base.register_forward_pre_hook(within_windows, with_kwargs=True)
     for block in base.layers:
         mixer = block.self_attn if hasattr(block, "self_attn") else block.linear_attn
         mixer.register_forward_pre_hook(_note_padding(rows), with_kwargs=True)
@@ -150,6 +158,8 @@ def _read_tensors(model: PreTrainedModel, source: WeightSource, dtype: torch.dty
     held_as = tensors(source.config)
     for name in source.names():
         module, _, last = transformers_name(name).rpartition(".")
+        if module.endswith(ROUTER) and not hasattr(model.get_submodule(module.removesuffix(".gate")), "gate"):
+            module = module.removesuffix(ROUTER) + _OTHER_ROUTER
         owner = model.get_submodule(module)
         held = last in owner._buffers  # a router's bias, in float32 as its scores
         wide = held or module.endswith(_FLOAT32) or held_as[name].negative_log

@@ -5,6 +5,7 @@ takes a softmax over the chosen logits, which is that over all divided by the su
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from engine.architectures import gguf, hf
 from engine.architectures.base import Architecture
@@ -94,6 +95,17 @@ def _layers(
     return tuple(LayerSpec(replace(attention, window=window), sparse, "post_attention_norm") for window in windows)
 
 
+def _own_fields(config: ModelConfig) -> dict[str, Any]:
+    windows = [isinstance(layer.attention, GroupedQuery) and layer.attention.window for layer in config.layers]
+    activation = config.experts.activation if config.experts is not None else Activation(_LIMIT, _ALPHA)
+    return {
+        "num_local_experts": config.num_experts,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "swiglu_limit": activation.limit,
+        "swiglu_alpha": activation.alpha,
+    }
+
+
 GPT_OSS = Architecture(
     name=_NAME,
     model_class="GptOssForCausalLM",
@@ -102,6 +114,7 @@ GPT_OSS = Architecture(
     read_gguf=_read_gguf,
     lora_targets=(*GroupedQuery.TARGETS, *Sparse.TARGETS),
     stored_names=_STORED,
+    own_fields=_own_fields,
     rules=Family(
         classes={
             "GptOssModel": "model",

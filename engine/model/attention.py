@@ -43,6 +43,7 @@ class GroupedQueryAttention(Attention):
     k_norm: torch.Tensor | None
     rope: Rope
     backend: AttentionBackend
+    sinks: torch.Tensor | None = None  # float32 [heads], which the backend has
     joined: Joined | None = None  # q, k and v at once
 
     def output(self, ops: Ops, x: torch.Tensor, step: StepInput) -> torch.Tensor:

@@ -203,8 +203,9 @@ class Loader:
         name, normed = f"model.layers.{layer}.self_attn", spec.qk_norm != "none"
         q, k, v, o = (self.linear(f"{name}.{part}_proj") for part in "qkvo")
         backend = self._paged(layer)
-        if spec.sinks:
-            backend.set_sinks(layer, self._float32(f"model.layers.{layer}.{spec.SINKS}"))
+        sinks = self._float32(f"model.layers.{layer}.{spec.SINKS}") if spec.sinks else None
+        if sinks is not None:
+            backend.set_sinks(layer, sinks)
         return GroupedQueryAttention(
             spec=spec,
             layer=layer,
@@ -216,6 +217,7 @@ class Loader:
             k_norm=self.vector(f"{name}.k_norm.weight") if normed else None,
             rope=self.backends.rope(spec.rotation),
             backend=backend,
+            sinks=sinks,
             joined=self._join([f"{name}.{part}_proj" for part in "qkv"]),
         )
 

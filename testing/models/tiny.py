@@ -83,7 +83,7 @@ STATEFUL: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
 ALIKE: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, _LATENT | {"num_nextn_predict_layers": 0}),
 }
-TRAINED = (*PLAIN_EXPERTS, *STATEFUL)
+TRAINED = (*FAMILIES, *STATEFUL)
 WIDE_EXPERTS = ("mixtral", "minimax_m2", "gpt_oss")  # as wide as `intermediate_size`, in all layers, and normalised
 
 

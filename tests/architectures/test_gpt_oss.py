@@ -35,8 +35,6 @@ from tests.engine.test_lora_serving import Family
 from tests.lora import make
 from tests.lora.merge import merge
 from tests.native.isas import ISAS
-from training.experts.reference import ReferenceExperts
-from training.model import load_model
 
 # gpt-oss-20b's config.json
 HUB: dict[str, Any] = {
@@ -334,9 +332,3 @@ def test_it_is_not_divided_over_ranks(tmp_path: Path) -> None:
     save_hf(tiny(1), tmp_path)
     with pytest.raises(UserError, match=r"--tensor-parallel 2: .* allowed for this model are 1$"):
         planned(tmp_path, tensor_parallel=2)
-
-
-def test_training_is_refused(tmp_path: Path) -> None:
-    save_hf(tiny(1), tmp_path)
-    with pytest.raises(ModelFileError, match="experts have biases"):
-        load_model(str(tmp_path), lambda source, dtype: {0: ReferenceExperts.from_store(source.experts(0))})

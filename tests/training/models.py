@@ -32,27 +32,42 @@ def ours(
     *,
     targets: tuple[str, ...] = ("all",),
     seed: int = 0,
+    rank: int = 4,
     **load: Any,
 ) -> PeftModel:
-    """The folder's model with an adapter of rank 4 and alpha 8, B zero."""
+    """The folder's model with an adapter of alpha 8, B zero."""
     base = load_model(str(folder), make, **load)
     torch.manual_seed(seed)
-    return with_lora(base, lora_config(base, targets, rank=4, alpha=8))
+    return with_lora(base, lora_config(base, targets, rank=rank, alpha=8))
 
 
 class Expert(nn.Module):
     """As transformers 4 had experts: three linear layers, which PEFT takes as it takes any."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(self, fused: nn.Module, index: int) -> None:
         super().__init__()
-        gate, up = gate_up.chunk(2)
-        for name, weight in zip(PROJECTIONS, (gate, up, down), strict=True):
-            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        gate_up, down = fused.gate_up_proj[index], fused.down_proj[index]
+        gate_up_bias, down_bias = (getattr(fused, f"{name}_proj_bias", None) for name in ("gate_up", "down"))
+        self.limit, self.alpha = getattr(fused, "limit", None), getattr(fused, "alpha", None)
+        biases = (None, None, None)
+        if gate_up_bias is None:
+            gate, up = gate_up.chunk(2)
+        else:  # gpt-oss: inputs before outputs, gate and up by turns
+            gate, up, down = gate_up[:, ::2].T, gate_up[:, 1::2].T, down.T
+            biases = (gate_up_bias[index, ::2], gate_up_bias[index, 1::2], down_bias[index])
+        for name, weight, bias in zip(PROJECTIONS, (gate, up, down), biases, strict=True):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
             linear.weight = nn.Parameter(weight.clone())
+            if bias is not None:
+                linear.bias = nn.Parameter(bias.clone())
             self.add_module(name, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.limit is None:
+            return self.down_proj(nn.functional.silu(gate) * up)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.down_proj((up + 1) * gate * torch.sigmoid(self.alpha * gate))
 
 
 class Experts(nn.ModuleList):
@@ -64,15 +79,15 @@ class Experts(nn.ModuleList):
         return out
 
 
-def plain(model: PreTrainedModel) -> PeftModel:
+def plain(model: PreTrainedModel, rank: int = 4) -> PeftModel:
     """Transformers' model with PEFT's own LoRA on every projection of attention and experts."""
     model = copy.deepcopy(model)
     for layer in model.model.layers:
         fused = layer.mlp.experts
-        layer.mlp.experts = Experts(Expert(*pair) for pair in zip(fused.gate_up_proj, fused.down_proj, strict=True))
+        layer.mlp.experts = Experts(Expert(fused, index) for index in range(len(fused.down_proj)))
     model.config.model_type = "unfused"  # else PEFT looks for fused experts
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", *DELTA_TARGETS, *PROJECTIONS]
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """Forward and backward of experts with biases and the clamped activation on the native kernels, against autograd of
-torch and of transformers. A model of them is still not trained (`refuse_untrainable`)."""
+torch and of transformers."""
 
 from __future__ import annotations
 

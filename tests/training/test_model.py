@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -15,9 +15,12 @@ from engine.errors import UserError
 from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
 from testing.models.gguf_writer import save_gguf
+from testing.models.mxfp4 import save_mxfp4
 from testing.models.tiny import STATEFUL, TRAINED, save_hf, tiny_model
 from tests.training.models import copy_lora, draw_b, ours, plain, reference
 from training.config import TrainConfig
+from training.data.build import Item
+from training.data.collate import PackingCollator, PaddingCollator
 from training.layer import lora_config
 from training.loop.save import save_adapter
 from training.memory.plan import plan_training
@@ -105,7 +108,7 @@ def test_experts_from_another_file_must_fit(folders, tmp_path):
     assert not torch.equal(*(m.model.layers[0].mlp.experts.base_layer.experts.gate for m in (mixed, own)))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", *STATEFUL])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", *STATEFUL])
 def test_loss_and_gradients_equal_stock_peft(folders, family):
     model = draw_b(ours(folders / family))
     other = plain(tiny_model(family=family))
@@ -115,9 +118,14 @@ def test_loss_and_gradients_equal_stock_peft(folders, family):
     torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
     for loss in losses:
         loss.backward()
+    assert any("linear_attn.out_proj" in name for name, _ in model.named_parameters()) is (family in STATEFUL)
+    expect_gradients(model, other)
+
+
+def expect_gradients(model: PeftModel, other: PeftModel) -> None:
+    """Of one of ours and of a plain one, wherever there is LoRA."""
     modules = dict(other.named_modules())
     linears = [name for name, _ in model.named_parameters() if ".lora_A." in name or ".lora_B." in name]
-    assert family == "qwen3_moe" or any("linear_attn.out_proj" in name for name in linears)
     for name in linears:
         pair = [m.get_parameter(name).grad for m in (model, other)]
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -130,6 +138,70 @@ def test_loss_and_gradients_equal_stock_peft(folders, family):
                     pair = getattr(modules[f"{at}.mlp.experts.{expert}.{name}_proj"], stock)["default"]
                     want = torch.zeros_like(pair.weight) if pair.weight.grad is None else pair.weight.grad
                     torch.testing.assert_close(got[expert], want, rtol=1e-4, atol=1e-7)
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    window=st.one_of(st.integers(1, 12), st.just(64)),
+    limit=st.sampled_from([0.7, 7.0]),
+    packed=st.booleans(),
+    lengths=st.lists(st.lists(st.integers(1, 19), min_size=1, max_size=3), min_size=1, max_size=2),
+    attention=st.sampled_from(["sdpa", "eager"]),
+    again=st.booleans(),
+    rank=st.integers(1, 5),
+)
+def test_windows_and_sinks_in_packed_rows(tmp_path, window, limit, packed, lengths, attention, again, rank):
+    """Each sample has the loss and the gradients that stock PEFT has for it alone, whatever lies beside it in a row."""
+    shape = {"family": "gpt_oss", "sliding_window": window, "swiglu_limit": limit}
+    save_hf(tiny_model(**shape), tmp_path)
+    model = draw_b(ours(tmp_path, attention=attention, rank=rank)).train()
+    other = plain(tiny_model(**shape), rank).train()
+    other.set_attn_implementation("eager")
+    copy_lora(model, other)
+    if again:
+        checkpoint_layers(model)
+    rows = lengths if packed else [[count] for row in lengths for count in row]
+    generator = torch.Generator().manual_seed(sum(map(sum, rows)))
+    drawn = [[torch.randint(2, 128, (count,), generator=generator).tolist() for count in row] for row in rows]
+    items = [packed_item(row) if packed else {"input_ids": row[0], "labels": row[0]} for row in drawn]
+    batch = (PackingCollator(0, attention) if packed else PaddingCollator(0))(items)
+    loss = model(**batch, num_items_in_batch=64).loss
+    samples = [torch.tensor([sample]) for row in drawn for sample in row]
+    want = torch.stack([other(input_ids=ids, labels=ids, num_items_in_batch=64).loss for ids in samples]).sum()
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    for each in (loss, want):
+        each.backward()
+    expect_gradients(model, other)
+
+
+def packed_item(samples: list[list[int]]) -> Item:
+    ids = [token for sample in samples for token in sample]
+    return {
+        "input_ids": ids,
+        "labels": list(ids),
+        "position_ids": [place for sample in samples for place in range(len(sample))],
+        "segments": [index for index, sample in enumerate(samples) for _ in sample],
+    }
+
+
+@torch.no_grad()
+def test_experts_in_mxfp4_are_what_the_file_holds(tmp_path):
+    held = save_mxfp4(tiny_model(family="gpt_oss"), tmp_path)
+    got = load_model(str(tmp_path), reference)(IDS, attention_mask=MASK).logits
+    want = held(IDS, attention_mask=MASK).logits
+    torch.testing.assert_close(got[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
+    low = load_model(str(tmp_path), reference, dtype=torch.bfloat16)(IDS, attention_mask=MASK).logits
+    theirs = held.to(torch.bfloat16)(IDS, attention_mask=MASK).logits
+    assert (low - want)[SEEN].abs().mean() < 1.2 * (theirs - want)[SEEN].abs().mean()
+
+
+def test_what_experts_with_biases_do_not_allow(folders, tmp_path):
+    (tmp_path / "d.jsonl").write_text("{}\n")
+    given = {"output_dir": "out", "dataset": (str(tmp_path / "d.jsonl"),), "device": "cpu"}
+    for field, value in (("adapter_format", "kt-fused"), ("stream_min_tokens", 64)):
+        with pytest.raises(UserError, match=field) as refused:
+            plan_training(TrainConfig(model_name_or_path=str(folders / "gpt_oss"), **given, **{field: value}))
+        assert refused.value.field == field
 
 
 @EACH_FAMILY

@@ -20,6 +20,7 @@ from engine.errors import MemoryPlanError, UserError
 from engine.memory.limits import Memory
 from engine.weights.open import open_model
 from testing.models.tiny import TRAINED, tiny_model
+from training.attention import SINK_ATTENTION
 from training.config import TrainConfig, load_config
 from training.config.fields import DELTA_TARGETS
 from training.memory.costs import Run, dense_lora, layer_bytes, lora_parameters
@@ -62,7 +63,7 @@ class _NoExperts(nn.Module):
         return hidden * 0.5
 
 
-def _saved(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+def _saved(model: nn.Module, batch: dict[str, Any]) -> int:
     """Bytes that autograd keeps of a forward pass, parameters aside."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, torch.UntypedStorage] = {}  # held, so that no address is another's meanwhile
@@ -96,6 +97,11 @@ def _saved(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
         ("deepseek_v3", {}),
         ("deepseek_v3", {"packing": True}),
         ("deepseek_v3", {"flash_attn": "disabled"}),
+        ("gpt_oss", {}),
+        ("gpt_oss", {"bf16": True}),
+        ("gpt_oss", {"packing": True}),
+        ("gpt_oss", {"flash_attn": "disabled"}),
+        ("gpt_oss", {"flash_attn": "disabled", "bf16": True}),
         ("qwen3_next", {}),
         ("qwen3_next", {"bf16": True}),
         ("qwen3_5_moe_text", {}),
@@ -106,20 +112,21 @@ def test_activations_are_what_autograd_keeps(models: dict[str, Path], family: st
     sizes = open_model(config.model_name_or_path).config
     run = Run.of(sizes, config)
     base = _tiny(family, dtype=torch.bfloat16 if config.bf16 else torch.float32)
-    base.set_attn_implementation("eager" if config.flash_attn == "disabled" else "sdpa")
+    fused = SINK_ATTENTION if family == "gpt_oss" else "sdpa"
+    base.set_attn_implementation("eager" if config.flash_attn == "disabled" else fused)
     base.config.use_cache = False
     for layer in sizes.sparse_layers:
         base.model.layers[layer].mlp.experts = _NoExperts()
     targets = (*_ALL, *_LATENT) if config.lora_target == ("all",) else config.lora_target
     lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=config.lora_dropout, target_modules=list(targets))
     model = get_peft_model(base, lora).train()
-    batch = {"input_ids": torch.randint(64, (run.rows, run.length))}
+    batch: dict[str, Any] = {"input_ids": torch.randint(64, (run.rows, run.length))}
     if config.packing:
-        batch["attention_mask"] = torch.zeros(run.rows, 1, run.length, run.length, dtype=base.dtype)
+        batch["attention_mask"] = torch.ones(run.rows, 1, run.length, run.length, dtype=torch.bool).tril()
+        if family == "gpt_oss":
+            batch["attention_mask"] = dict.fromkeys(set(base.config.layer_types), batch["attention_mask"])
     saved = _saved(model.base_model.model.model, batch)
     planned = run.tokens * sum(layer_bytes(run, layer) for layer in range(sizes.num_hidden_layers))
-    if config.packing:
-        planned += run.rows * run.length**2 * run.element
     # less: the first layer's input needs no gradient; more: rotations and the last norm
     assert saved * 0.95 <= planned <= saved * 1.12, (planned, saved)
 

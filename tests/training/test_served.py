@@ -48,9 +48,11 @@ def expect_served(want: dict[str | None, torch.Tensor], model: Path, adapter: Pa
     harness.close()
 
 
-@pytest.mark.parametrize("family", TRAINED)
-@pytest.mark.parametrize("form", ["peft", "kt-fused"])
-def test_evaluation_logits_are_those_of_the_server(tmp_path, form, family):
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*((family, "peft") for family in TRAINED), *((family, "kt-fused") for family in TRAINED if family != "gpt_oss")],
+)
+def test_evaluation_logits_are_those_of_the_server(tmp_path, family, form):
     save_hf(tiny_model(family=family), tmp_path / "model")
     model = draw_b(ours(tmp_path / "model", expert_maker(CONFIG)))
     save_adapter(model, tmp_path / "adapter", form)
@@ -82,14 +84,16 @@ def test_two_steps_of_mixtral_are_served(config, tmp_path, monkeypatch):
     expect_served(want, folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize("family", STATEFUL)
-def test_two_steps_of_linear_attention_are_served(config, tmp_path, monkeypatch, family):
-    """Rows of several lengths, so that padding lies beside states; then the adapter is trained on."""
+@pytest.mark.parametrize(
+    ("family", "packing"), [*((family, False) for family in STATEFUL), ("gpt_oss", False), ("gpt_oss", True)]
+)
+def test_two_steps_are_served_and_gone_on_with(config, tmp_path, monkeypatch, family, packing):
+    """Rows of several lengths, so that padding lies beside states, and rows longer than windows."""
     folder = save_chat_model(tmp_path / "model", family=family)
     (tmp_path / "c.yaml").write_text(
         f"model_name_or_path: {folder}\ndataset: {config.dataset[0]}\nlora_rank: 4\nlearning_rate: 0.02\n"
         "cutoff_len: 64\ndevice: cpu\nplot_loss: false\nmax_steps: 2\nsave_strategy: 'no'\n"
-        "per_device_train_batch_size: 2\n"
+        f"per_device_train_batch_size: 2\npacking: {str(packing).lower()}\n"
     )
     want = {}
     monkeypatch.setattr(run, "save_adapter", lambda m, *a, **k: (want.update(evaluated(m)), save_adapter(m, *a, **k)))
@@ -102,4 +106,7 @@ def test_two_steps_of_linear_attention_are_served(config, tmp_path, monkeypatch,
         expect_served(want, folder, Path(given[0].partition("=")[2]))
     with safe_open(tmp_path / "out/adapter_model.safetensors", "pt") as file:
         keys = set(file.keys())
-    assert any("linear_attn.in_proj" in key for key in keys) and any("linear_attn.out_proj" in key for key in keys)
+    if family in STATEFUL:
+        assert any("linear_attn.in_proj" in key for key in keys) and any("linear_attn.out_proj" in key for key in keys)
+    else:
+        assert any(".experts.base_layer.lora_A" in key for key in keys)

@@ -13,7 +13,7 @@ from torch import nn
 from engine.architectures.registry import architecture_of
 from engine.lora.files.convert import convert
 from engine.lora.files.parse import parse_adapter
-from testing.models.tiny import FAMILIES, PLAIN_EXPERTS, save_hf, tiny_model
+from testing.models.tiny import FAMILIES, save_hf, tiny_model
 from tests.lora import make
 from tests.lora.forms import assert_same
 from tests.lora.merge import merge
@@ -42,7 +42,7 @@ def base(family: str, dense: bool) -> nn.Module:
     return tiny_model(family=family, num_hidden_layers=3, **(DENSE.get(family, {}) if dense else {}))
 
 
-@pytest.mark.parametrize("family", PLAIN_EXPERTS)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 @pytest.mark.parametrize("targets", [("all",), EXPERT_TARGETS], ids=["all", "experts"])
 def test_what_training_saves(tmp_path: Path, family: str, dense: bool, targets: tuple[str, ...]) -> None:

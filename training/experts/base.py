@@ -13,19 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.architectures.config import ModelConfig
-from engine.errors import ModelFileError
-
-
-def refuse_untrainable(config: ModelConfig, model: str) -> None:
-    """ModelFileError for a model whose layers have no backward pass here."""
-    if config.experts is not None and not config.experts.plain:
-        raise ModelFileError(
-            f"{model}: its experts have biases, and an activation with a limit; those of down(silu(gate) * up) can be "
-            "trained",
-            "model_name_or_path",
-        )
-
 
 class ExpertLora(nn.Module):
     """One layer's expert LoRA of one adapter: float32 master parameters, which no computation rounds in place.

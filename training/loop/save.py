@@ -12,7 +12,7 @@ from torch import nn
 from engine.architectures.registry import architectures
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
 from engine.lora.files.writer import StockModel, write_adapter
-from training.layer import ExpertsLoraLayer
+from training.layer import ExpertsLoraLayer, RoutedExperts
 
 _PREFIX = "base_model.model."
 _EXPERTS = ".mlp.experts"
@@ -49,7 +49,8 @@ def save_adapter(
     names = [] if kt else [family.stored for family in architectures() if family.name == kind]
     weights = adapter_weights(model, adapter, experts)
     # PEFT finds the experts of a model that is loaded here by their projections' names.
-    write_adapter(weights, folder, form, base=base, stock=StockModel(names[0] if names else str))
+    by_turns = any(module.by_turns for module in model.modules() if isinstance(module, RoutedExperts))
+    write_adapter(weights, folder, form, base=base, stock=StockModel(names[0] if names else str, by_turns))
 
 
 def module_name(path: str) -> str:

@@ -6,6 +6,9 @@ Per token, layer and part; n heads of d, q = n d, kv likewise, e bytes an elemen
     norms of heads         4 (q + kv) + 4 heads
     attention, sdpa        e (2 q + 2 kv') + 4 n        kv' = kv, or q where a mask makes transformers repeat the heads
     attention, eager       3 e q + n S (4, or 6 if e = 2)   S: tokens of a row
+    a mask, sdpa           e S, which each layer makes of the one that it gets
+    sinks, sdpa            16 e (n + n')                n' heads of kv'; 8 values more of each vector
+    sinks, eager           n (12 + e (S + 1)) instead
     its gated output       2 e q
     gated delta net        c (4 e + 2) + n (d_k (3 e + 18) + 20 d_v + 1408)   as torch computes it, c channels; in
                            chunks of 64 positions, to which a row is filled up; measured
@@ -34,6 +37,7 @@ STATE_BYTES = 16  # of a trained one: master, gradient, AdamW's two moments
 LOCKED_BYTES = 4  # more at most, of a gradient in page-locked memory, which is handed out in powers of two
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _TARGETS = (*ATTENTION_TARGETS, *EXPERT_TARGETS)
+SINK_VALUES = 8  # more of each vector of a head with a sink: one, and as many as GPU kernels count in
 _DELTA_CHUNK = 64  # positions that transformers computes at once
 _CHUNK_ROWS = 4096  # rows that the experts' backward pass computes at a time
 
@@ -112,15 +116,13 @@ def lora_parameters(model: ModelConfig, config: TrainConfig) -> tuple[int, int, 
 
 def layer_bytes(run: Run, layer: int) -> int:
     """What a token keeps of a layer for the backward pass, beside its routed experts."""
-    model, config, e = run.model, run.config, run.element
+    model, e = run.model, run.element
     attention, mlp = model.layers[layer].attention, model.layers[layer].mlp
     total = 8 * model.hidden_size + 8
     if isinstance(attention, DeltaNet):
         total += _delta_bytes(run, attention)
     else:
         total += _latent_bytes(run, attention) if isinstance(attention, Latent) else _grouped_bytes(run, attention)
-    if config.flash_attn != "disabled" and config.stage == "dpo":  # each layer makes one of the padding
-        total += run.length * e
     total += _lora_bytes(run, layer)
     if isinstance(mlp, Dense):
         return total + 3 * e * mlp.intermediate
@@ -136,8 +138,18 @@ def _grouped_bytes(run: Run, attention: GroupedQuery) -> int:
     if attention.gated:
         total += 2 * e * q
     if run.config.flash_attn == "disabled":
-        return total + 3 * e * q + _score_bytes(run, heads)
-    return total + e * (2 * q + 2 * (q if run.masked else kv)) + 4 * heads
+        scores = heads * ((run.length + 1) * e + 12) if attention.sinks else _score_bytes(run, heads)
+        return total + 3 * e * q + scores
+    masked = run.masked or (attention.window is not None and run.length >= attention.window)
+    kv_heads, width = heads if masked else attention.kv_heads, attention.head_dim
+    if attention.sinks:
+        width += SINK_VALUES
+    return total + _mask_row_bytes(run, masked) + e * width * 2 * (heads + kv_heads) + 4 * heads
+
+
+def _mask_row_bytes(run: Run, masked: bool) -> int:
+    """A token's row of the mask that fused attention makes of bools, in each layer."""
+    return run.length * run.element if masked else 0
 
 
 def _delta_bytes(run: Run, net: DeltaNet) -> int:
@@ -155,6 +167,7 @@ def _latent_bytes(run: Run, attention: Latent) -> int:
         total += 4 * (heads + 1) * attention.rope_dim
     if run.config.flash_attn == "disabled":
         return total + e * heads * attention.value_dim + _score_bytes(run, heads)
+    total += _mask_row_bytes(run, run.masked)
     return total + e * heads * (attention.expanded_dim + attention.value_dim) + 4 * heads
 
 
@@ -163,7 +176,9 @@ def _score_bytes(run: Run, heads: int) -> int:
 
 
 def _lora_bytes(run: Run, layer: int) -> int:
-    total = 0
+    total, attention = 0, run.model.layers[layer].attention
+    sinks = isinstance(attention, GroupedQuery) and attention.sinks  # then the output is a part of what is kept
+    keeps_output = run.config.flash_attn != "disabled" and not sinks
     inputs: dict[tuple[str, int], int] = {}  # projections of one input
     for name, size_in, _ in dense_lora(run.model, run.config, layer):
         total += 4 * run.rank
@@ -175,7 +190,7 @@ def _lora_bytes(run: Run, layer: int) -> int:
             total += 8 * size_in * count
         elif run.element == 2:
             total += 4 * size_in * count
-        elif not (owner.endswith("o_proj") and run.config.flash_attn != "disabled"):  # attention keeps its output
+        elif not (owner.endswith("o_proj") and keeps_output):
             total += 4 * size_in
     return total
 
@@ -229,5 +244,7 @@ def scratch_bytes(run: Run) -> int:
 
 
 def mask_bytes(run: Run) -> int:
-    """Of packed rows: which tokens see which."""
-    return run.rows * run.length**2 * run.element if run.config.packing else 0
+    """Of packed rows: which tokens see which; another one where there are windows."""
+    windows = any(isinstance(a, GroupedQuery) and a.window is not None for a in run.model.paged_attention)
+    size = run.element if run.config.flash_attn == "disabled" else 1
+    return run.rows * run.length**2 * size * (1 + windows) if run.config.packing else 0

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import FLOAT32_MODULES
 from engine.errors import MemoryPlanError, UserError
 from engine.experts.native import layer_bytes as expert_layer_bytes
@@ -23,7 +24,6 @@ from engine.weights.store import WeightSource
 from training.config import TrainConfig
 from training.data.info import find_sources
 from training.delta import refuse_delta
-from training.experts.base import refuse_untrainable
 from training.memory import costs, streaming
 from training.memory.costs import Run
 
@@ -58,7 +58,7 @@ def plan_training(config: TrainConfig, cpu: Memory | None = None, gpu: Memory | 
     """Reads headers and sizes of files only. `cpu`, `gpu`: what there is; default: this machine's. UserError for files
     that cannot be opened, and for a GPU that is not there."""
     source = open_model(config.model_name_or_path)
-    refuse_untrainable(source.config, config.model_name_or_path)
+    _refuse(source.config, config)
     refuse_delta(source, config.model_name_or_path, any(run.packing for run in config.runs()))
     experts = source if config.kt_weight_path is None else open_model(config.kt_weight_path)
     files = sum(
@@ -67,6 +67,24 @@ def plan_training(config: TrainConfig, cpu: Memory | None = None, gpu: Memory | 
     inputs = _Inputs(config, source, experts, files, cpu or cpu_memory(), gpu or _gpu(config))
     plan = inputs.plan()
     return replace(plan, remedies=_remedies(inputs)) if plan.short else plan
+
+
+def _refuse(model: ModelConfig, config: TrainConfig) -> None:
+    """UserError for settings that this model's experts do not allow."""
+    if model.experts is None:
+        return
+    if model.experts.interleaved and config.adapter_format == "kt-fused":
+        raise UserError(
+            f"adapter_format: kt-fused has no form for {model.architecture}, whose experts hold gate and up by turns: "
+            "set it to peft",
+            "adapter_format",
+        )
+    if not model.experts.plain and config.stream_min_tokens:
+        raise UserError(
+            f"stream_min_tokens is {config.stream_min_tokens}, but experts with biases are computed on the CPU alone: "
+            "leave it out",
+            "stream_min_tokens",
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +109,8 @@ class _Inputs:
     @property
     def streams(self) -> bool | None:
         """Whether the largest micro-batch's experts are streamed to the GPU; None: either way, both are counted."""
-        return streaming.streams(self.config) if self.gpu and self.source.config.sparse_layers else False
+        experts = self.source.config.experts
+        return streaming.streams(self.config) if self.gpu and experts is not None and experts.plain else False
 
     def plan(self) -> TrainingPlan:
         devices = [self.cpu] if self.gpu is None else [self.gpu, self.cpu]

@@ -28,7 +28,7 @@ from engine.model.step import StepInput
 from engine.ops.base import TorchOps, rms_norm
 from engine.tuning import Sample
 from native import _native
-from training.experts.base import TrainableExperts, refuse_untrainable
+from training.experts.base import TrainableExperts
 from training.experts.native import trainable_layers
 from training.service.adapter import TrainableAdapter
 from training.service.losses import Numbers, counted, loss_of
@@ -98,7 +98,6 @@ class ServedModel:
     model, or backends of it, that cannot be trained."""
 
     def __init__(self, model: CausalLM) -> None:
-        refuse_untrainable(model.config, "--fine-tuning")
         if model.config.state_bytes:
             raise ModelFileError(
                 "--fine-tuning: layers of linear attention have no backward pass beside serving; `ktserve train` has",
@@ -233,14 +232,15 @@ class ServedModel:
     def _attention_of(self, attention: Attention) -> Attention:
         if isinstance(attention, LatentAttention):
             return self._latent(attention)
-        if not isinstance(attention, GroupedQueryAttention) or attention.spec.sinks:
+        if not isinstance(attention, GroupedQueryAttention):
             raise UserError(
-                "--fine-tuning trains attention without sinks that keeps keys and values, or latents; this model has "
-                "other layers",
+                "--fine-tuning trains attention that keeps keys and values, or latents; this model has other layers",
                 "fine_tuning",
             )
         spec = attention.spec
         backend = self._backend(spec.window, 1 / math.sqrt(spec.head_dim))
+        if attention.sinks is not None:
+            backend.set_sinks(attention.layer, attention.sinks)
         q, k, v, o = (self._linear(linear) for linear in (attention.q, attention.k, attention.v, attention.o))
         return replace(attention, q=q, k=k, v=v, o=o, backend=backend, joined=None)
 

@@ -18,6 +18,7 @@ from engine.linear.native import NativeLatentUp, NativeLinear
 from engine.lora.adapter import LoraPair
 from engine.memory.costs import LOGIT_ROWS
 from training.service.adapter import TrainableAdapter
+from training.sinks import sink_attention
 
 if TYPE_CHECKING:
     from native import _native
@@ -225,6 +226,10 @@ class TrainedAttention(AttentionBackend):
     def __init__(self, window: int | None, scale: float) -> None:
         self._window, self._scale = window, scale
         self._lengths: Sequence[int] = ()
+        self._sinks: dict[int, torch.Tensor] = {}
+
+    def set_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+        self._sinks[layer] = sinks
 
     def plan(self, batch: BatchLayout) -> None:
         self._lengths = [end - start for start, end in pairwise(batch.row_starts)]
@@ -236,9 +241,10 @@ class TrainedAttention(AttentionBackend):
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         lengths = list(self._lengths)
         texts = zip(*(torch.split(part, lengths) for part in (q, k, v)), strict=True)
-        return torch.cat([self._attended(*text) for text in texts])
+        sinks = self._sinks.get(layer)
+        return torch.cat([self._attended(asked, held, given, sinks) for asked, held, given in texts])
 
-    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         """q [T, H, D], k [T, G, D], v [T, G, E], E <= D -> [T, H, E]."""
         length, width = len(q), v.shape[-1]
         v = F.pad(v, (0, k.shape[-1] - width))  # torch keeps all scores where values are narrower than keys
@@ -246,6 +252,9 @@ class TrainedAttention(AttentionBackend):
         mask = None
         if self._window is not None and length > self._window:
             mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - self._window)
+        if sinks is not None:
+            within = None if mask is None else mask[None, None]
+            return sink_attention(asked, held, given, sinks, scale=self._scale, mask=within)[0].transpose(0, 1)
         out = F.scaled_dot_product_attention(
             asked,
             held,
