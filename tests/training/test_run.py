@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import warnings
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -15,7 +16,9 @@ from transformers import TrainingArguments
 from engine.errors import UserError
 from engine.lora.files.parse import parse_adapter
 from engine.weights.open import open_model
-from testing.models.tiny import tiny_model
+from testing.models.mxfp4 import save_mxfp4
+from testing.models.tiny import save_hf, tiny_model
+from tests.training.conftest import save_chat_model
 from tests.training.models import copy_lora, losses, ours, plain
 from training import main
 from training.data import build_datasets, load_tokenizer
@@ -68,6 +71,25 @@ def test_experts_in_int8_are_trained_over_as_exact_ones_are(config):
     want, got = losses(config.output), losses(rounded.output)
     assert got != want and got[-1] < 0.95 * got[0]
     assert max(abs(a - b) / a for a, b in zip(want, got, strict=True)) < 0.02
+
+
+def test_experts_in_mxfp4_are_trained_over_as_the_values_that_they_are(config, tmp_path):
+    """gpt-oss: of the files' own blocks, and of a folder with their values in float32."""
+    plain, blocks = save_chat_model(tmp_path / "plain", family="gpt_oss"), tmp_path / "blocks"
+    held = save_mxfp4(tiny_model(vocab_size=2048, family="gpt_oss"), blocks)
+    for file in plain.glob("tokenizer*.json"):
+        shutil.copy(file, blocks)
+    save_hf(held, plain)
+    found = []
+    for folder in (plain, blocks):
+        run = replace(
+            config, model_name_or_path=str(folder), output_dir=str(tmp_path / f"out-{folder.name}"), packing=True,
+            save_strategy="no", max_steps=4,
+        )  # fmt: skip
+        train(run)
+        found.append(losses(run.output))
+    assert found[0][-1] < found[0][0]
+    assert max(abs(a - b) / a for a, b in zip(*found, strict=True)) < 0.005
 
 
 @torch.no_grad()
