@@ -1,4 +1,4 @@
-"""Tables of ours beside llama.cpp: every format on a CPU, and the placements of experts with a GPU."""
+"""Tables of ours beside llama.cpp: every format and several families on a CPU, and experts placed with a GPU."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def formats(data: dict[str, Any]) -> str:
         cells += [f"{row['of_read']:.0%}", *_beside(row["prefill"], row["peer_prefill"])]
         rows.append([*cells, *map(_error, (row["error"], row["peer_error"]))])
     return "\n\n".join([origin(data), table(["", *FORMATS_HEAD], rows)])
+
+
+def families(data: dict[str, Any]) -> str:
+    """Of benchmarks/cpu/families.py, tokens a second."""
+    rows = []
+    for row in data["rows"]:
+        shares = ["" if row[key] is None else f"{row[key]:.0%}" for key in ("of_read", "outside")]
+        what = [f"{row['shape']}, {row['layers']} layers", row["type"], row["what"]]
+        rows.append([*what, *_beside(row["ours"], row["peer"]), *shares])
+    return "\n\n".join(
+        [origin(data), table(["", "type", "", "tok/s", "llama.cpp", "ratio", "of read", "outside"], rows)]
+    )
 
 
 def llamacpp(data: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.first_answer import Step, transcript
 from benchmarks.record import RESULTS
-from benchmarks.report.beside import formats, llamacpp
+from benchmarks.report.beside import families, formats, llamacpp
 from benchmarks.report.expected import table as expected_table
 from benchmarks.report.roofline import plot
 from benchmarks.report.serving import batches, tenants, tuning, uploads
@@ -44,6 +44,7 @@ def table(name: str) -> str:
     kinds: dict[str, Callable[[dict[str, Any]], str]] = {
         "expected": expected,
         "first-answer": first_answer,
+        "families": families,
         "formats": formats,
         "tenants": lambda data: with_origin(data, tenants(data["rows"])),
         "batches": lambda data: with_origin(data, f"{batches(data['rows'])}\n\n{uploads(data['uploads'])}"),
