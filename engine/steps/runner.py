@@ -55,9 +55,7 @@ class InFlight(Launched):
     greedy: torch.Tensor | None = None  # int64 [K] already, if all of them are greedy
     tokens: torch.Tensor | None = None  # int64 [K] on the host, valid once `arrival` has come
     arrival: Arrival | None = None
-    touched: list[list[int] | torch.Tensor] = field(
-        default_factory=list
-    )  # of a TouchedCounter, valid once `arrival` has come
+    touched: list[list[int] | torch.Tensor] = field(default_factory=list)  # of a TouchedCounter, valid likewise
     pending: PendingLogprobs | None = None
     pending_prompts: list[tuple[str, list[PendingLogprobs]]] = field(default_factory=list)
     errors: dict[int, Exception] = field(default_factory=dict)  # by kept token: why nothing was sampled after it
