@@ -64,7 +64,9 @@ class Step(msgspec.Struct, tag=True, frozen=True):
         blocks, ends = array("i", self.tables), [0, *np.cumsum(_pages(parts["context_lens"])).tolist()]
         tables = [blocks[begin:end] for begin, end in pairwise(ends)]
         adapted = bool(np.any(parts["adapters"]))
-        return StepArrays(ids=ids, sources=sources, block_tables=tables, pending=False, adapted=adapted, **parts)
+        return StepArrays(
+            ids=ids, sources=sources, block_tables=tables, pending=False, adapted=adapted, states=[], **parts
+        )
 
 
 def _pages(context_lens: Array) -> Array:
