@@ -21,6 +21,11 @@ def program(*arguments: str) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name("__main__.py")), *arguments]
 
 
+def module_of_checkout(name: str, *arguments: str) -> list[str]:
+    """The command that runs a module which is not installed, such as those of `testing`, in the root of a checkout."""
+    return [sys.executable, "-m", name, *arguments]
+
+
 def die_with_parent() -> Callable[[], None]:
     """For `preexec_fn`: the kernel kills the child when its parent ends, however that happens (Linux)."""
     libc = ctypes.CDLL(None, use_errno=True)

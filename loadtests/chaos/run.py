@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from demo.paths import demo_adapters
+from ktserve.launcher import module_of_checkout
 from loadtests.chaos.actors import ACTORS, HANG_S, HEALTH, PATIENT, WELL_BEHAVED, Attack, observer
 from loadtests.chaos.forms import batches, forms
 from loadtests.chaos.server import serving
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _made(family: str, folder: Path) -> _Served:
     """A tiny model of the family in `folder`, with an adapter. By a process of its own: what attacks needs no torch.
     Raises CalledProcessError."""
-    command = [sys.executable, "-m", "testing.models.served", family, str(folder)]
+    command = module_of_checkout("testing.models.served", family, str(folder))
     subprocess.run(command, check=True, capture_output=True, text=True)
     adapter = folder / "adapter"
     return _Served(family, "model", {"own": adapter}, (str(folder / "model"), "--adapters", f"own={adapter}"))
