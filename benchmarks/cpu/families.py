@@ -7,10 +7,10 @@ prompts of 512 and 8192 tokens.
 Shapes of `benchmarks.models.shapes` with few layers and random weights (gpt-oss: MXFP4 and Q8_0, whatever --types says)
 are written to DIR, one at a time, and removed behind their lines. tok/s, medians of repetitions in turn; the peer with
 flash attention, and with repacked weights or without, whichever is faster at decode of one. `of read`: bytes of a step,
-as the file stores them, a second, over the read bandwidth measured just before; `outside`: the share of a step that
-is not in native calls, some 0.4 ms whatever the layers. llama.cpp takes DeepSeek-V2-Lite for
-what it is by its 27 layers: its `is_lite` has to be true for files with fewer, too. The variable KTSERVE_ISA
-chooses an older instruction set for ours.
+as the file stores them, a second, over the read bandwidth measured just before; `outside`: the share of a step that is
+not in native calls, whose time does not grow with the layers. llama.cpp takes DeepSeek-V2-Lite for what it is by its 27
+layers: its `is_lite` has to be true for files with fewer, too. The variable KTSERVE_ISA chooses an older instruction
+set for ours.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ from benchmarks.models.configs import (
 )
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mla import Latent
-from engine.architectures.registry import config_from_hf
+from engine.architectures.registry import architecture_of, config_from_hf
 from engine.weights.layout import expert_shape, gguf_expert_name, tensors
-from testing.models.gguf_writer import GGUF_NAMES
 
 Stored = tuple[str, tuple[int, ...], GGML]
 VOCABULARY = 32000  # of every shape: the tables are small beside the layers, as they are in a whole model
@@ -60,7 +59,7 @@ def described_shape(config: dict[str, Any]) -> Shape:
         top_k=known.num_experts_per_tok,
         intermediate=known.moe_intermediate_size,
         context=known.max_position_embeddings,
-        family=GGUF_NAMES[config["model_type"]],
+        family=architecture_of(known).gguf,
         described=tuple(config.items()),
     )
 

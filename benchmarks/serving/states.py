@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.record import write
+from benchmarks.serving.snapshots import Talk
 from engine.messages import Finished
-from loadtests.simulate.traces import TRACES, Conversation, Trace
+from loadtests.simulate.traces import TRACES, Trace
 from testing.harness import Harness
 
 
@@ -28,13 +29,6 @@ class Counts:
     prompt_tokens: int = 0
     computed_tokens: int = 0
     snapshots: float = 0.0
-
-
-@dataclass
-class _Talk:
-    conversation: Conversation
-    context: list[int]
-    turn: int = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,10 +82,10 @@ def play(engine: Harness, trace: Trace, at_once: int) -> Counts:
     memory, counts = engine.plan.memory, Counts()
     vocabulary = engine.plan.source.config.vocab_size
     longest = min(engine.plan.max_model_len, memory.kv_tokens)
-    waiting = deque(_Talk(each, []) for each in sorted(trace, key=lambda each: each.start_s))
-    talking: dict[str, _Talk] = {}
+    waiting = deque(Talk(each, []) for each in sorted(trace, key=lambda each: each.start_s))
+    talking: dict[str, Talk] = {}
 
-    def ask(talk: _Talk) -> None:
+    def ask(talk: Talk) -> None:
         turns = talk.conversation.turns
         if talk.turn == len(turns):
             return

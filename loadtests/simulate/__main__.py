@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of a model with states: a snapshot takes the memory of so many tokens",
     )
     parser.add_argument(
-        "--snapshot-share", type=float, default=1.0, help="of the cache, that snapshots may take (default: 1)"
+        "--snapshot-share", type=float, help="of the cache, that snapshots may take, with --state-tokens (default: 1)"
     )
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a step at most (default: 512)")
     parser.add_argument("--mixed-chunk", type=int, help="prefill tokens beside decode rows at most")
@@ -50,8 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.seconds <= 0 or args.rate <= 0 or args.load_ms < 0 or args.state_tokens < 0:
         parser.error("--seconds and --rate must be above 0, --load-ms and --state-tokens at least 0")
-    if not 0 <= args.snapshot_share <= 1:
+    share = 1.0 if args.snapshot_share is None else args.snapshot_share
+    if not 0 <= share <= 1:
         parser.error("--snapshot-share must be 0 to 1")
+    if args.snapshot_share is not None and not args.state_tokens:
+        parser.error("--snapshot-share is of models with states: give --state-tokens as well")
     blocks, snapshot_blocks = args.kv_cache_tokens // 16, -(-args.state_tokens // 16)
     try:
         cost = fitted(measured_steps(args.steps) if args.steps else MEASURED)
@@ -69,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             overtake_s=args.overtake_s,
             slot_patience_s=args.slot_patience_s,
             num_states=args.max_num_seqs if snapshot_blocks else 0,
-            num_snapshots=int(args.snapshot_share * blocks) // snapshot_blocks if snapshot_blocks else 0,
+            num_snapshots=int(share * blocks) // snapshot_blocks if snapshot_blocks else 0,
             snapshot_blocks=snapshot_blocks,
         )
     except (OSError, ValueError, KeyError) as error:

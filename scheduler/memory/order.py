@@ -1,7 +1,7 @@
 """In which order snapshots of states are evicted.
 
-A kind of snapshots is worth what share of it others have begun from so far. Of each kind the least recently used goes
-first, and among these the one with the least share^2 / age: a little of age counts, so that nothing stays for ever.
+The worth of a kind of snapshots is the share of them from which others have begun so far. Of each kind the least
+recently used one is a candidate; the candidate with the least share^2 / age is evicted, so that nothing stays for ever.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.serving import snapshots
 from benchmarks.serving.states import main
 from testing.models.tiny import save_hf, tiny_model
 
@@ -36,3 +37,12 @@ def test_the_same_turns_are_played_with_and_without_states(models, tmp_path: Pat
     assert 0 < least["snapshots"] < 0.02 < ours["snapshots"] and least["computed_tokens"] > ours["computed_tokens"]
     with pytest.raises(SystemExit):
         main([*reversed(models), *settings])
+
+
+def test_the_scheduler_alone_computes_more_the_less_snapshots_may_take(capsys) -> None:
+    settings = ["chat", "--seconds", "10", "--seeds", "1", "--kv-cache-tokens", "131072", "--shares", "1", "0.03", "0"]
+    assert snapshots.main(settings) == 0
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    computed = [int(row[2].replace(",", "")) for row in rows]
+    alone = int(rows[0][3].replace(",", ""))
+    assert alone <= computed[0] < computed[1] < computed[2]

@@ -94,7 +94,7 @@ def test_drafts_are_masked_as_steps_are(
 
 
 def test_reasoning_may_come_behind_white_space(executor: LLExecutor) -> None:
-    """As GLM-4.6 writes it. The grammar begins anew behind it."""
+    """As GLM-4.6 writes it. Behind the reasoning the grammar starts from its beginning."""
     mask = mask_of(SPECS[1], THOUGHT, THINK)
     assert THINK in allowed_after(executor, mask, [*b"\n"], [])[0]
     begun, _, thinking = allowed_after(executor, mask, [*b"\n"], [*b"\n", THINK])

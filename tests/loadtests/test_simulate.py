@@ -161,3 +161,7 @@ def test_its_command_says_what_is_wrong_and_never_loads_torch() -> None:
     assert done.returncode == 0 and json.loads(done.stdout)["requests"] > 0, done.stderr
     done = subprocess.run([*command, *short, "--chunk", "8"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "max_num_batched_tokens is 8, must be at least max_num_seqs (32)" in done.stderr
+    done = subprocess.run(
+        [*command, *short, "--snapshot-share", "0.5"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "give --state-tokens" in done.stderr
