@@ -115,6 +115,7 @@ class BenchEngine:
         self.failure: str | None = None
         self._next = 0
         self._started: set[str] = set()  # requests that have a token
+        self._answer: list[int] = []  # tokens of all requests since it was emptied
         began = time.perf_counter()
         self.core: EngineCore = assemble(plan_engine(settings), self._take, lambda *_: None)
         self.load_s = time.perf_counter() - began
@@ -156,10 +157,25 @@ class BenchEngine:
 
     def prefill(self, length: int) -> float:
         """Seconds from an idle engine to the first token of one prompt."""
-        self._submit(length, 1, None)
+        self._submit(prompt(self.shape, length, self._next), 1, None)
         began = time.perf_counter()
         self._drain()
         return time.perf_counter() - began
+
+    def second_turn(self, length: int, answer: int, more: int) -> tuple[float, float]:
+        """Seconds to the first token of a prompt of `length`, and of what follows behind `answer` tokens of an answer
+        and `more` of a question. With the prefix cache."""
+        said, times = prompt(self.shape, length, self._next), []
+        for tokens, asked in ((answer, 0), (1, more)):
+            self._answer, began = [], time.perf_counter()
+            said = said + prompt(self.shape, asked, self._next)
+            self._submit(said, tokens, None)
+            while not self._answer and not self.failure:
+                self.core.step()
+            times.append(time.perf_counter() - began)
+            self._drain()
+            said = said + self._answer
+        return times[0], times[1]
 
     def shares(self, rows: int, tokens: int, length: int) -> dict[str, float]:
         """Milliseconds of a decode step, and of it: in native calls, before and after the forward pass."""
@@ -214,7 +230,8 @@ class BenchEngine:
         self._started.clear()
         tokens = min(ENDLESS, self.shape.context // 2)
         for row in range(rows):
-            self._submit(length, tokens, adapters[row % len(adapters)] if adapters else None)
+            ids = prompt(self.shape, length, self._next)
+            self._submit(ids, tokens, adapters[row % len(adapters)] if adapters else None)
         while len(self._started) < rows and not self.failure:
             if not self.core.step():
                 time.sleep(0.001)
@@ -226,8 +243,7 @@ class BenchEngine:
             self.core.handle(Abort(request_id=request_id))
         self._drain()
 
-    def _submit(self, length: int, tokens: int, adapter: str | None) -> None:
-        ids = prompt(self.shape, length, self._next)
+    def _submit(self, ids: list[int], tokens: int, adapter: str | None) -> None:
         self._next += 1
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         self.core.handle(Submit(request_id=f"b{self._next}", prompt=ids, sampling=sampling, adapter=adapter))
@@ -244,5 +260,6 @@ class BenchEngine:
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Tokens):
             self._started.add(message.request_id)
+            self._answer += message.tokens
         elif isinstance(message, Failed | Refused):
             self.failure = str(message)

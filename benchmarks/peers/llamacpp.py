@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 from benchmarks.client import child, free_port
 
@@ -118,6 +119,25 @@ class Peer:
         with child([str(self._binary("llama-server")), *args], f"http://127.0.0.1:{port}/health"):
             yield f"http://127.0.0.1:{port}"
 
+    @contextmanager
+    def cache_server(self, model: Path, streams: int, positions: int, flags: Sequence[str] = ()) -> Iterator[str]:
+        """URL of a llama-server with `streams` slots over one cache of so many positions, else by its defaults."""
+        port = free_port()
+        args = [
+            "-m",
+            str(model),
+            "--port",
+            str(port),
+            "-np",
+            str(streams),
+            "-c",
+            str(positions),
+            "--kv-unified",
+            *flags,
+        ]
+        with child([str(self._binary("llama-server")), *args], f"http://127.0.0.1:{port}/health"):
+            yield f"http://127.0.0.1:{port}"
+
     def _binary(self, name: str) -> Path:
         path = self.folder / name
         if not path.is_file():
@@ -153,3 +173,23 @@ def request(prompt: list[int], tokens: int, adapter: int | None, adapters: int) 
     if adapters:
         body["lora"] = [{"id": i, "scale": float(i == adapter)} for i in range(adapters)]
     return "/completion", body
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Of the prompt's tokens those that were computed, and how long that took."""
+
+    computed: int
+    prompt_ms: float
+    tokens: list[int]
+
+
+def completed(url: str, prompt: list[int], tokens: int) -> Completion:
+    """A greedy answer of `tokens` tokens by the llama-server at `url`."""
+    body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+    data = json.dumps(body).encode()
+    request = Request(f"{url}/completion", data, {"Content-Type": "application/json"})
+    with urlopen(request, timeout=600) as answer:
+        said = json.load(answer)
+    timings = said["timings"]
+    return Completion(int(timings["prompt_n"]), float(timings["prompt_ms"]), [int(token) for token in said["tokens"]])

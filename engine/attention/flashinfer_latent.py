@@ -1,10 +1,12 @@
-"""Latent attention on an NVIDIA GPU by flashinfer's MLA kernels, absorbed; graphs for padded batches."""
+"""Latent attention on an NVIDIA GPU by flashinfer: its MLA kernels, absorbed, with graphs for padded batches; chunks of
+many tokens expanded."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from numpy.typing import NDArray
 
 from engine.architectures.parts.mla import Latent
 from engine.attention import flashinfer
-from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, joined
+from engine.attention.base import BLOCK_SIZE, BatchLayout, joined
 from engine.attention.flashinfer import PREFILLS, fa3_limit
+from engine.attention.flashinfer_expanded import Expanded, expands_from
+from engine.attention.latent import Expand, LatentBackend
 from engine.errors import EngineError, UserError
 
 _TILES = 8192  # of 64 queries x heads that one wrapper is given; its arrays hold 16384, whole or cut
@@ -23,7 +27,7 @@ _TILE = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of a step that one call computes: where each row's begin, its blocks and its positions behind them."""
+    """Tokens of a span that one call computes: where each row's begin, its blocks and its positions behind them."""
 
     tokens: slice
     starts: NDArray[np.int64]  # [rows + 1], from 0
@@ -32,38 +36,55 @@ class Piece:
     lengths: NDArray[np.int64]  # [rows]
 
 
-def pieces(batch: BatchLayout, heads: int) -> Iterator[Piece]:
-    """A step cut so that each call's work fits into a wrapper's arrays; a long row is cut, too."""
+def pieces(batch: BatchLayout, span: Sequence[int], heads: int) -> Iterator[Piece]:
+    """Rows that follow one another, cut so that each call's work fits into a wrapper's arrays; a long row is cut, too.
+    Tokens count from the first row's first."""
     most, taken = max(_TILES * _TILE // heads, 1), 0
     rows: list[tuple[int, int, int]] = []  # (row, from, to) of its tokens
-    for row, (begin, end) in enumerate(zip(batch.row_starts, batch.row_starts[1:], strict=False)):
+    for row in span:
+        begin, end = batch.row_starts[row : row + 2]
         while begin < end:
             size = min(end - begin, most - taken)
             rows.append((row, begin, begin + size))
             begin, taken = begin + size, taken + size
             if taken == most:
-                yield _piece(batch, rows)
+                yield _piece(batch, rows, batch.row_starts[span[0]])
                 rows, taken = [], 0
     if rows:
-        yield _piece(batch, rows)
+        yield _piece(batch, rows, batch.row_starts[span[0]])
 
 
-def _piece(batch: BatchLayout, rows: list[tuple[int, int, int]]) -> Piece:
+def _piece(batch: BatchLayout, rows: list[tuple[int, int, int]], origin: int = 0) -> Piece:
     first = rows[0][1]
     # The cache holds all of the step's tokens before the first call: a row cut short ends at its own last position.
     lengths = np.array([batch.context_lens[row] - (batch.row_starts[row + 1] - end) for row, _, end in rows])
     counts = -(-lengths // BLOCK_SIZE)
     blocks = joined([batch.block_tables[row] for row, _, _ in rows], counts.tolist())
     starts = np.array([first, *(end for _, _, end in rows)]) - first
-    return Piece(slice(first, rows[-1][2]), starts, np.concatenate(([0], np.cumsum(counts))), blocks, lengths)
+    return Piece(
+        slice(first - origin, rows[-1][2] - origin), starts, np.concatenate(([0], np.cumsum(counts))), blocks, lengths
+    )
 
 
-class FlashInferLatentAttention(AttentionBackend):
+@dataclass(frozen=True)
+class Long:
+    """A sequence whose tokens of the step are computed expanded: its blocks (int64), with `context` positions."""
+
+    tokens: slice
+    blocks: torch.Tensor
+    context: int
+
+
+Work = list[tuple[Any, slice]]  # wrappers, and the tokens that each computes
+
+
+class FlashInferLatentAttention(LatentBackend):
     """What is kept of each of `layers`, all of one `spec`: a tensor [num_blocks, BLOCK_SIZE, width] bf16 on the GPU,
     of which the kernel reads latents and rotated parts as two views.
 
     A padded decode batch uses a wrapper of its own size, whose arrays stay where they are, so a captured `forward`
-    replays after any later `plan` of that size. Every other batch is cut into pieces that a wrapper's arrays hold.
+    replays after any later `plan` of that size. Rows of any other batch are cut into pieces that a wrapper's arrays
+    hold; those of `longest` tokens and more are expanded (None: none are; by default what is faster).
     `prefill`: fa2, fa3 (Hopper), or auto, for all rows. UserError for shapes and dtypes that flashinfer does not take,
     if it is not installed, or for "fa3" where that cannot be had."""
 
@@ -80,6 +101,7 @@ class FlashInferLatentAttention(AttentionBackend):
         max_row_blocks: int,
         *,
         prefill: str = "auto",
+        longest: int | None = -1,
     ) -> None:
         flashinfer.require_flashinfer(spec, dtype)
         mla: Any = importlib.import_module("flashinfer.mla")
@@ -96,12 +118,16 @@ class FlashInferLatentAttention(AttentionBackend):
         self._pages = torch.zeros_like(self._starts)
         self._lengths = torch.zeros_like(self._starts)
         self._blocks = torch.zeros(max_rows * max_row_blocks, dtype=torch.int32, device=device)
-        self._planned: list[tuple[Any, slice]] = []
+        self._planned: list[Work] = []  # of each of `shorts`
+        self._long: list[Long] = []
         self._slots: torch.Tensor | None = None
         cuda: Any = torch.cuda
         self._copied: Any = cuda.Event()  # the arrays of the last plan have left the host
         self._backend, note = self._choose(prefill, fa3_limit(cuda.get_device_capability(device), dtype))
-        self.notes = (note,)
+        self._from = expands_from(spec) if longest == -1 else longest
+        self._expand = None if self._from is None else Expanded(spec, self._backend, device, dtype)
+        expands = "" if self._from is None else f"; expanded from {self._from} tokens of a sequence on"
+        self.notes = (note + expands,)
 
     def _choose(self, asked: str, limit: str | None) -> tuple[str, str]:
         """The kernel, compiled and tried, and what is used, in words."""
@@ -142,17 +168,38 @@ class FlashInferLatentAttention(AttentionBackend):
                 raise EngineError(f"attention: {len(piece.blocks)} blocks in a step, {len(self._blocks)} at most")
             if rows not in self._decode:
                 self._decode[rows] = self._wrapper(rows)
-            work = [(self._decode[rows], piece)]
+            self._long, work = [], [[(self._decode[rows], piece)]]
         else:
-            cut = list(pieces(batch, self._spec.heads))
-            while len(self._any) < len(cut):
-                self._any.append(self._make(self._workspace, backend=self._backend))
-            work = list(zip(self._any, cut, strict=False))
-        for wrapper, piece in work:
+            self._long, work = self._cut(batch)
+        for wrapper, piece in chain.from_iterable(work):
             self._plan_wrapper(wrapper, piece)
-        self._planned = [(wrapper, piece.tokens) for wrapper, piece in work]
+        self._planned = [[(wrapper, piece.tokens) for wrapper, piece in span] for span in work]
+        self.longs = [long.tokens for long in self._long]
         self._slots = batch.slot_mapping
         self._copied.record()
+
+    def _cut(self, batch: BatchLayout) -> tuple[list[Long], list[list[tuple[Any, Piece]]]]:
+        """Sequences that are expanded, and work for those between."""
+        longs: list[Long] = []
+        spans: list[list[int]] = []  # rows that follow one another
+        for row, (begin, end) in enumerate(pairwise(batch.row_starts)):
+            if self._from is not None and end - begin >= self._from:
+                longs.append(self._as_long(batch, row))
+            elif spans and spans[-1][-1] == row - 1:
+                spans[-1].append(row)
+            else:
+                spans.append([row])
+        cut = [list(pieces(batch, span, self._spec.heads)) for span in spans]
+        while len(self._any) < sum(map(len, cut)):
+            self._any.append(self._make(self._workspace, backend=self._backend))
+        self.shorts = [slice(batch.row_starts[span[0]], batch.row_starts[span[-1] + 1]) for span in spans]
+        wrappers = iter(self._any)
+        return longs, [[(next(wrappers), piece) for piece in span] for span in cut]
+
+    def _as_long(self, batch: BatchLayout, row: int) -> Long:
+        context, begin, end = batch.context_lens[row], *batch.row_starts[row : row + 2]
+        blocks = joined([batch.block_tables[row]], [-(-context // BLOCK_SIZE)])
+        return Long(slice(begin, end), flashinfer.pinned(blocks).to(self._device, torch.int64), context)
 
     def _wrapper(self, rows: int) -> Any:
         return self._make(
@@ -183,13 +230,27 @@ class FlashInferLatentAttention(AttentionBackend):
         )
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self._long:
+            raise EngineError("attention: this step has sequences that are computed expanded")
+        self.keep(layer, k)
+        return self.absorbed(layer, 0, q)
+
+    def keep(self, layer: int, kept: torch.Tensor) -> None:
         if self._slots is None:
             raise EngineError("attention: plan() comes before forward()")
-        self.cache[layer].flatten(0, 1)[self._slots] = k[:, 0]
+        self.cache[layer].flatten(0, 1)[self._slots] = kept[:, 0]
+
+    def absorbed(self, layer: int, number: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty((*q.shape[:2], self._spec.kv_rank), dtype=q.dtype, device=q.device)
-        for wrapper, tokens in self._planned:
+        for wrapper, tokens in self._planned[number]:
             self._run(wrapper, layer, q[tokens], out[tokens])
         return out
+
+    def expanded(self, layer: int, number: int, q: torch.Tensor, expand: Expand) -> torch.Tensor:
+        long = self._long[number]
+        if self._expand is None:
+            raise EngineError("attention: nothing is computed expanded here")
+        return self._expand(self.cache[layer], long.blocks, long.context, q, expand)
 
     def _run(self, wrapper: Any, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         rank, kept = self._spec.kv_rank, self.cache[layer]

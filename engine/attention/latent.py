@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,18 +17,32 @@ from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, Cac
 from engine.attention.delta import ReferenceDeltaNet, StateSlots
 from engine.attention.reference import ReferenceAttention, RowPlan, plan_rows
 
-
-@dataclass(frozen=True)
-class Context:
-    """A sequence of a step: its tokens in the batch, what the cache keeps of its positions [context, width], and what
-    each token sees of them (None: all)."""
-
-    tokens: slice
-    kept: torch.Tensor
-    mask: torch.Tensor | None
+Expand = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # latents [n, kv_rank] -> k_nope, v [n, H, ...]
 
 
-class ReferenceLatentAttention(AttentionBackend):
+class LatentBackend(AttentionBackend):
+    """Attention over latents that is absorbed (`forward`), or in a step with sequences of many tokens their rows
+    expanded and the others absorbed: `keep`, then one call for each of `longs` and `shorts`, which are the tokens of
+    the planned step."""
+
+    longs: Sequence[slice] = ()  # a sequence each; none: `forward` does
+    shorts: Sequence[slice] = ()
+
+    @abstractmethod
+    def keep(self, layer: int, kept: torch.Tensor) -> None:
+        """Write [T, 1, width] into the blocks of the step's tokens."""
+
+    @abstractmethod
+    def expanded(self, layer: int, number: int, q: torch.Tensor, expand: Expand) -> torch.Tensor:
+        """q [T, H, nope + rope] of longs[number], over keys and values that `expand` makes of latents ->
+        [T, H, value]."""
+
+    @abstractmethod
+    def absorbed(self, layer: int, number: int, q: torch.Tensor) -> torch.Tensor:
+        """q [T, H, width] of shorts[number] -> [T, H, kv_rank]."""
+
+
+class ReferenceLatentAttention(LatentBackend):
     """What is kept of each of `layers`, all of one `spec`: a tensor [num_blocks, BLOCK_SIZE, width], bf16 or
     float32."""
 
@@ -39,7 +53,9 @@ class ReferenceLatentAttention(AttentionBackend):
         shape = (num_blocks, BLOCK_SIZE, spec.width)
         self.cache = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
         self._token_bytes = len(layers) * spec.cache.position_bytes(dtype.itemsize)
-        self._planned: tuple[BatchLayout, list[RowPlan]] | None = None
+        self._long: list[RowPlan] = []
+        self._short: list[RowPlan] = []
+        self._slots: torch.Tensor | None = None
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -52,35 +68,43 @@ class ReferenceLatentAttention(AttentionBackend):
         return [tensor.flatten(1).view(torch.uint8).numpy()[None] for tensor in tensors]
 
     def plan(self, batch: BatchLayout) -> None:
-        self._planned = batch, plan_rows(batch)
+        rows, least = plan_rows(batch), self._spec.expands_from
+        self._long, self._short = [], []
+        for row in rows:
+            long = least is not None and row.tokens.stop - row.tokens.start >= least
+            (self._long if long else self._short).append(row)
+        self.longs, self.shorts = ([row.tokens for row in those] for those in (self._long, self._short))
+        self._slots = batch.slot_mapping
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the planned step that are of one sequence, at most."""
-        return max(int(row.tokens.stop - row.tokens.start) for row in self._plan()[1])
-
-    def contexts(self, layer: int, k: torch.Tensor) -> list[Context]:
-        """Write k [T, 1, width] into its blocks; what each sequence of the step then has there."""
-        batch, rows = self._plan()
-        kept = self.cache[layer].flatten(0, 1)
-        kept[batch.slot_mapping] = k[:, 0]
-        return [Context(row.tokens, kept[row.gather], row.mask) for row in rows]
+    def keep(self, layer: int, kept: torch.Tensor) -> None:
+        if self._slots is None:
+            raise RuntimeError("plan() comes before forward()")
+        self.cache[layer].flatten(0, 1)[self._slots] = kept[:, 0]
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.keep(layer, k)
         out = torch.empty((*q.shape[:2], self._spec.kv_rank), dtype=q.dtype, device=q.device)
-        for context in self.contexts(layer, k):
-            out[context.tokens] = self.absorbed(q[context.tokens], context)
+        for row in (*self._long, *self._short):
+            out[row.tokens] = self._absorbed(layer, row, q[row.tokens])
         return out
 
-    def absorbed(self, q: torch.Tensor, context: Context) -> torch.Tensor:
-        """q [T, H, width] of one sequence -> [T, H, kv_rank]."""
-        values = context.kept[:, : self._spec.kv_rank]
-        return attended(q, context.kept[:, None], values[:, None], context.mask, self._spec.scale)
+    def expanded(self, layer: int, number: int, q: torch.Tensor, expand: Expand) -> torch.Tensor:
+        row, spec = self._long[number], self._spec
+        kept = self._kept(layer, row)
+        k_nope, values = expand(kept[:, : spec.kv_rank])
+        k_rope = kept[:, None, spec.kv_rank :].expand(-1, spec.heads, -1)
+        return attended(q, torch.cat((k_nope, k_rope), dim=-1), values, row.mask, spec.scale)
 
-    def _plan(self) -> tuple[BatchLayout, list[RowPlan]]:
-        if self._planned is None:
-            raise RuntimeError("plan() comes before forward()")
-        return self._planned
+    def absorbed(self, layer: int, number: int, q: torch.Tensor) -> torch.Tensor:
+        return self._absorbed(layer, self._short[number], q)
+
+    def _absorbed(self, layer: int, row: RowPlan, q: torch.Tensor) -> torch.Tensor:
+        kept = self._kept(layer, row)
+        return attended(q, kept[:, None], kept[:, None, : self._spec.kv_rank], row.mask, self._spec.scale)
+
+    def _kept(self, layer: int, row: RowPlan) -> torch.Tensor:
+        """What the cache has of a sequence [context, width]."""
+        return self.cache[layer].flatten(0, 1)[row.gather]
 
 
 def torch_attention(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -24,6 +25,11 @@ class LoraBatch:
     slots: torch.Tensor  # int32 [T]
     groups: list[tuple[int, torch.Tensor]]  # (slot, int64 indices)
     segments: Segments | None = None  # the same for the segmented kernels of a GPU
+
+    @cached_property
+    def host_slots(self) -> list[int]:
+        """`slots`; waits for the device, once a step."""
+        return [int(slot) for slot in self.slots.tolist()]
 
     def rows(self, keep: torch.Tensor) -> LoraBatch:
         """Of the tokens `keep` (int64 [K]) alone, in that order; without segments, which a CPU does not read."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from engine.architectures.parts.mla import Latent
 from engine.attention.base import AttentionBackend
-from engine.attention.latent import Context, ReferenceLatentAttention, attended
+from engine.attention.latent import LatentBackend
 from engine.linear.base import LatentUp, Linear, LoraBatch
 from engine.linear.latent import TorchLatentUp
 from engine.model.attention import Attention
@@ -36,18 +37,12 @@ class LatentAttention(Attention):
     def output(self, ops: Ops, x: torch.Tensor, step: StepInput) -> torch.Tensor:
         spec, lora, backend = self.spec, step.lora, self.backend
         q_nope, q_rope, kept = self._projected(ops, x, step)
-        long, up = spec.expands_from, self.kv_b
-        if (
-            isinstance(backend, ReferenceLatentAttention)
-            and isinstance(up, TorchLatentUp)
-            and long is not None
-            and backend.longest >= long
-        ):
-            out = self._expanded(backend, up, q_nope, q_rope, kept, lora)
+        if isinstance(backend, LatentBackend) and isinstance(self.kv_b, TorchLatentUp) and backend.longs:
+            out = self._expanded(backend, self.kv_b, q_nope, q_rope, kept, lora)
         else:
-            q = torch.cat((up.absorb(q_nope, lora), q_rope), dim=-1)
+            q = torch.cat((self.kv_b.absorb(q_nope, lora), q_rope), dim=-1)
             mixed = backend.forward(self.layer, q, kept, kept[..., : spec.kv_rank])
-            out = up.values(mixed, lora)
+            out = self.kv_b.values(mixed, lora)
         return self.o(out.flatten(1), lora)
 
     def _projected(self, ops: Ops, x: torch.Tensor, step: StepInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -65,7 +60,7 @@ class LatentAttention(Attention):
 
     def _expanded(
         self,
-        backend: ReferenceLatentAttention,
+        backend: LatentBackend,
         up: TorchLatentUp,
         q_nope: torch.Tensor,
         q_rope: torch.Tensor,
@@ -73,22 +68,14 @@ class LatentAttention(Attention):
         lora: LoraBatch | None,
     ) -> torch.Tensor:
         """[T, H, value]: long sequences expanded, the others absorbed."""
-        spec, long = self.spec, self.spec.expands_from
-        out = q_nope.new_empty((*q_nope.shape[:2], spec.value_dim))
-        for context in backend.contexts(self.layer, kept):
-            tokens = context.tokens
-            if long is not None and tokens.stop - tokens.start >= long:
-                q = torch.cat((q_nope[tokens], q_rope[tokens]), dim=-1)
-                out[tokens] = self._over_keys(up, q, context, 0 if lora is None else int(lora.slots[tokens.start]))
-            else:
-                own = None if lora is None else lora.rows(torch.arange(tokens.start, tokens.stop, device=q_nope.device))
-                q = torch.cat((up.absorb(q_nope[tokens], own), q_rope[tokens]), dim=-1)
-                out[tokens] = up.values(backend.absorbed(q, context), own)
+        out = q_nope.new_empty((*q_nope.shape[:2], self.spec.value_dim))
+        backend.keep(self.layer, kept)
+        for number, tokens in enumerate(backend.longs):
+            slot = 0 if lora is None else lora.host_slots[tokens.start]  # all of a sequence have one
+            q = torch.cat((q_nope[tokens], q_rope[tokens]), dim=-1)
+            out[tokens] = backend.expanded(self.layer, number, q, partial(up.expand, slot=slot))
+        for number, tokens in enumerate(backend.shorts):
+            own = None if lora is None else lora.rows(torch.arange(tokens.start, tokens.stop, device=q_nope.device))
+            q = torch.cat((up.absorb(q_nope[tokens], own), q_rope[tokens]), dim=-1)
+            out[tokens] = up.values(backend.absorbed(self.layer, number, q), own)
         return out
-
-    def _over_keys(self, up: TorchLatentUp, q: torch.Tensor, context: Context, slot: int) -> torch.Tensor:
-        """q [T, H, nope + rope] of one sequence, all of one adapter, over its expanded keys and values."""
-        c, k_rope = context.kept[:, : self.spec.kv_rank], context.kept[:, self.spec.kv_rank :]
-        k_nope, values = up.expand(c, slot)
-        keys = torch.cat((k_nope, k_rope[:, None].expand(-1, self.spec.heads, -1)), dim=-1)
-        return attended(q, keys, values, context.mask, self.spec.scale)

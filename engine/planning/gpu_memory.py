@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.architectures.config import ModelConfig
+from engine.architectures.config import LayerSpec, ModelConfig
+from engine.architectures.parts.mla import Latent
 from engine.attention.flashinfer import WORKSPACE_BYTES, plan_bytes
+from engine.attention.flashinfer_expanded import expands_from, piece_bytes
 from engine.config import EngineConfig, bucket_sizes
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu.compute import GpuCompute
@@ -45,6 +47,8 @@ def gpu_items(
         arrays = plan_bytes(sizes)
         items.append(Item(name, Kind.OTHER, "attention workspace", WORKSPACE_BYTES + arrays))
         items.append(Item(_CPU, Kind.OTHER, "attention plans, pinned", arrays))
+        if expanded := max(map(_expanded_bytes, model.layers), default=0):
+            items.append(Item(name, Kind.OTHER, "keys and values of long chunks", expanded))
     if config.cuda_graphs == "auto":
         families = 2 if config.max_adapter_slots else 1
         label, graphs = f"CUDA graphs, {families} x {sizes} sizes", families * sizes * _GRAPH_BYTES
@@ -56,6 +60,12 @@ def gpu_items(
     if config.tensor_parallel > 1 and config.tensor_parallel_sums == "peers":
         items.append(Item(name, Kind.OTHER, "sums over ranks", PeerSums.bytes_of(config.tensor_parallel)))
     return items
+
+
+def _expanded_bytes(layer: LayerSpec) -> int:
+    latent = layer.attention
+    expands = isinstance(latent, Latent) and expands_from(latent) is not None
+    return piece_bytes(latent, 2) if expands else 0  # flashinfer takes bfloat16
 
 
 def expert_items(

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.rotation import Rotation
-from engine.attention import flashinfer, flashinfer_latent
+from engine.attention import flashinfer, flashinfer_expanded, flashinfer_latent
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.flashinfer import flashinfer_limit
 from engine.attention.flashinfer_latent import FlashInferLatentAttention
 from engine.attention.latent import ReferenceLatentAttention
 from engine.errors import EngineError, UserError
+from engine.linear.base import LoraBatch
+from engine.linear.latent import TorchLatentUp
+from engine.lora.adapter import LoraPair
 
 HOPPER, AMPERE = (9, 0), (8, 6)
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -59,24 +66,47 @@ class Wrapper:
         return out
 
 
+def attend(q: Any, k: Any, v: Any, causal: bool, sm_scale: float, return_lse: bool, backend: str) -> tuple[Any, Any]:
+    """As flashinfer's single_prefill_with_kv_cache: sums of the softmax as logarithms to the base of 2."""
+    assert return_lse and backend in ("fa2", "fa3") and all(part.is_contiguous() for part in (q, k, v))
+    scores = torch.einsum("thd,shd->hts", q.float(), k.float()) * sm_scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool(), -torch.inf)
+    out = torch.einsum("hts,shd->thd", scores.softmax(-1), v.float())
+    return out.to(q.dtype), (scores.logsumexp(-1) / math.log(2)).T.contiguous()
+
+
+def merge(v: torch.Tensor, s: torch.Tensor, other: torch.Tensor, of_other: torch.Tensor) -> None:
+    both = torch.logaddexp2(s, of_other)
+    mine, theirs = (torch.exp2(each - both)[..., None] for each in (s, of_other))
+    v.copy_(v.float() * mine + other.float() * theirs)
+    s.copy_(both)
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch):
-    def attention(capability: tuple[int, int] = HOPPER, fails: str = "", **options: Any) -> FlashInferLatentAttention:
+    def attention(
+        capability: tuple[int, int] = HOPPER, fails: str = "", spec: Latent = SPEC, **options: Any
+    ) -> FlashInferLatentAttention:
         def wrapper(*args: Any, **kwargs: Any) -> Wrapper:
             if fails and kwargs["backend"] == "fa3":
                 raise RuntimeError(fails)
             return Wrapper(*args, **kwargs)
 
         event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-        library = SimpleNamespace(BatchMLAPagedAttentionWrapper=wrapper)
+        library = SimpleNamespace(
+            BatchMLAPagedAttentionWrapper=wrapper, single_prefill_with_kv_cache=attend, merge_state_in_place=merge
+        )
         monkeypatch.setattr(flashinfer, "flashinfer_available", lambda: (True, ""))
         monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 64)
         monkeypatch.setattr(flashinfer, "pinned", lambda values: torch.tensor(values, dtype=torch.int32))
-        monkeypatch.setattr(flashinfer_latent, "importlib", SimpleNamespace(import_module=lambda name: library))
+        found = SimpleNamespace(import_module=lambda name: library)
+        monkeypatch.setattr(flashinfer_latent, "importlib", found)
+        monkeypatch.setattr(flashinfer_expanded, "importlib", found)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        return FlashInferLatentAttention(SPEC, [0, 3], BLOCKS, BF16, CPU, 4, 6, **options)
+        return FlashInferLatentAttention(spec, [0, 3], BLOCKS, BF16, CPU, 4, 6, **options)
 
     return attention
 
@@ -112,7 +142,7 @@ def test_every_token_is_planned_once(make, monkeypatch, tiles: int) -> None:
         ours.plan(batch)
         theirs.plan(batch)
         most = tiles * 64 // SPEC.heads
-        assert padded or all(tokens.stop - tokens.start <= most for _, tokens in ours._planned)
+        assert padded or all(tokens.stop - tokens.start <= most for _, tokens in ours._planned[0])
         g = torch.Generator().manual_seed(number)
         for layer in (0, 3):
             q, k = (torch.randn(batch.num_tokens, h, SPEC.width, generator=g).to(BF16) for h in (SPEC.heads, 1))
@@ -121,11 +151,65 @@ def test_every_token_is_planned_once(make, monkeypatch, tiles: int) -> None:
             assert torch.equal(ours.cache[layer], theirs.cache[layer])
 
 
+WIDE = replace(SPEC, nope_dim=128, value_dim=128)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_long_chunks_are_expanded_and_the_rest_absorbed(make, data: st.DataObject) -> None:
+    """Drawn steps, pieces of few blocks, adapters of some rows: equal to the reference, which absorbs everything."""
+    least, piece = data.draw(st.integers(2, 40)), BLOCK_SIZE * data.draw(st.integers(1, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flashinfer_expanded, "PIECE", piece)
+        ours = make(spec=WIDE, longest=least)
+    whole = ReferenceLatentAttention(replace(WIDE, value_dim=4096), [0, 3], BLOCKS, BF16, CPU)  # expanding never pays
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    weight = torch.randn(4, 256, 512, generator=g).to(BF16) / 16
+    up = TorchLatentUp(weight, 128)
+    up.set_adapter(1, LoraPair(torch.randn(8, 512, generator=g) / 16, torch.randn(1024, 8, generator=g) / 3, 0.5))
+    rows = data.draw(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 50)), min_size=1, max_size=3))
+    batch = layout([(new, new + before) for new, before in rows])
+    slots = [data.draw(st.integers(0, 1)) for _ in rows]
+    of_tokens = torch.tensor([slot for slot, (new, _) in zip(slots, rows, strict=True) for _ in range(new)])
+    groups = [(1, torch.where(of_tokens == 1)[0])] if any(slots) else []
+    lora = LoraBatch(of_tokens.int(), groups)
+    q_nope, q_rope = (torch.randn(batch.num_tokens, 4, n, generator=g).to(BF16) / 4 for n in (128, 64))
+    kept = torch.randn(batch.num_tokens, 1, 576, generator=g).to(BF16)
+    for cache in (ours.cache[0], whole.cache[0]):
+        cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(1)))
+    ours.plan(batch)
+    whole.plan(batch)
+    assert [span.stop - span.start for span in ours.longs] == [new for new, _ in rows if new >= least]
+    absorbed = torch.cat((up.absorb(q_nope, lora), q_rope), -1)
+    want = up.values(whole.forward(0, absorbed, kept, kept[..., :512]), lora)
+    got = torch.empty_like(want)
+    ours.keep(0, kept)
+    for number, tokens in enumerate(ours.longs):
+        q = torch.cat((q_nope[tokens], q_rope[tokens]), -1)
+        got[tokens] = ours.expanded(0, number, q, partial(up.expand, slot=lora.host_slots[tokens.start]))
+    for number, tokens in enumerate(ours.shorts):
+        own = lora.rows(torch.arange(tokens.start, tokens.stop))
+        q = torch.cat((up.absorb(q_nope[tokens], own), q_rope[tokens]), -1)
+        got[tokens] = up.values(ours.absorbed(0, number, q), own)
+    torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)
+    assert torch.equal(ours.cache[0], whole.cache[0])
+
+
+@given(st.integers(1, 200), st.integers(0, 200), st.integers(1, 9))
+def test_each_query_meets_each_position_before_it_once(tokens: int, before: int, blocks: int) -> None:
+    met = torch.zeros(tokens, tokens + before, dtype=torch.int64)
+    for piece in flashinfer_expanded.pieces(tokens + before, blocks * BLOCK_SIZE):
+        for call in flashinfer_expanded.calls(piece, tokens, tokens + before):
+            seen = torch.ones(call.queries.stop - call.queries.start, piece.stop - piece.start, dtype=torch.int64)
+            met[call.queries, piece] += seen.tril(seen.shape[1] - seen.shape[0]) if call.causal else seen
+    assert torch.equal(met, torch.ones_like(met).tril(before))
+
+
 def test_a_size_keeps_its_wrapper_and_its_arrays(make) -> None:
     attention, seen = make(), []
     for rows, padded in STEPS[2:]:
         attention.plan(layout(rows, padded))
-        ((wrapper, tokens),) = attention._planned
+        ((wrapper, tokens),) = attention._planned[0]
         assert wrapper.graph and tokens == slice(0, len(rows))
         seen.append((len(rows), wrapper.plans))
     assert seen == [(3, 1), (3, 2), (2, 1)]
@@ -150,7 +234,7 @@ def test_what_is_used_is_said(make, capability, options, fails, note) -> None:
     attention = make(capability, fails, **options)
     assert len(attention.notes) == 1 and note in attention.notes[0]
     attention.plan(layout([(3, 3)]))
-    assert attention._planned[0][0].backend == ("fa3" if "fa3, absorbed" in note else "fa2")
+    assert attention._planned[0][0][0].backend == ("fa3" if "fa3, absorbed" in note else "fa2")
 
 
 def test_what_cannot_be_is_refused_with_the_reason(make) -> None:
