@@ -1,10 +1,12 @@
 """Latent attention on a GPU: its kernel beside plain torch, and decode and a long prompt at DeepSeek-V3's layer shape.
 
     python -m benchmarks.gpu.latent [--rows 1 8 32] [--contexts 4096 32768] [--prompt 30000] [--experts 64]
-                                    [--parts kernel served] [--model DIR] [--tiny] [--out FILE.json]
+                                    [--parts kernel chunk served] [--model DIR] [--tiny] [--out FILE.json]
 
 kernel   microseconds of a layer of 128 heads by flashinfer, and in torch, over caches that no L2 holds; `hbm_share`:
          the bytes of the sequences' positions over that time, as a share of the GPU's data sheet
+chunk    milliseconds of a layer of 128 heads for a chunk that ends at a context, absorbed and expanded, kv_b's products
+         included, and the attention's multiplications of the form as TFLOP/s; `error` is between the two
 served   the engine of `ktserve serve` with 2 dense and 2 sparse layers, random weights, attention on the GPU and
          native experts on the CPU: as benchmarks.gpu.decode states (ms, tok/s, `peak`: the experts' bytes as a share of
          the read bandwidth measured here), and the time to the first token of a long prompt alone
@@ -20,6 +22,8 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ from engine.architectures.parts.rotation import Rotation
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
 from engine.attention.flashinfer_latent import FlashInferLatentAttention
 from engine.attention.latent import ReferenceLatentAttention
+from engine.linear.latent import TorchLatentUp
 from testing.harness import model_runner
 
 FOUR_LAYERS: dict[str, Any] = DEEPSEEK_V3 | {"num_hidden_layers": 4, "first_k_dense_replace": 2, "vocab_size": 32768}
@@ -47,6 +52,8 @@ TINY = {
 }  # fmt: skip
 BF16 = torch.bfloat16
 CACHES = 8  # layers whose caches are read in turn: no L2 holds them all
+PARTS = ("kernel", "chunk", "served")
+CHUNKS = (128, 256, 512, 1024, 4096)
 CONTEXT = 4096  # positions of a sequence in decode
 
 
@@ -123,6 +130,60 @@ def kernels(rows: Sequence[int], contexts: Sequence[int], device: str, tiny: boo
     return results
 
 
+def chunks(contexts: Sequence[int], device: str, tiny: bool) -> list[dict[str, Any]]:
+    heads, results = 4 if tiny else 128, []
+    spec = Latent(heads, None, 512, 128, 128, Rotation(64, 1e4, max(contexts)))
+    blocks, on = -(-max(contexts) // BLOCK_SIZE), torch.device(device)
+    up = TorchLatentUp(torch.randn(heads, 256, 512, device=device, dtype=BF16) / 16, 128)
+    for context in contexts:
+        for tokens in (t for t in ((200,) if tiny else CHUNKS) if t <= context):
+            batch = one_chunk(tokens, context, device)
+            shape = (tokens, heads, 128)
+            q_nope, q_rope = (torch.randn(*shape[:2], n, device=device, dtype=BF16) / 4 for n in (128, 64))
+            line: dict[str, Any] = {"tokens": tokens, "context": context}
+            q, outs = torch.cat((q_nope, q_rope), -1), dict[str, torch.Tensor]()
+            for form in ("absorbed", "expanded"):
+                attention = _attention(spec, blocks, on, form)
+                attention.cache[0].copy_(
+                    torch.randn(attention.cache[0].shape, generator=torch.Generator().manual_seed(0))
+                )
+                attention.plan(batch)
+
+                def work(_: int, attention: Any = attention, form: str = form, q: Any = q) -> torch.Tensor:
+                    if form == "expanded":
+                        out: torch.Tensor = attention.expanded(0, 0, q, partial(up.expand, slot=0))
+                        return out
+                    asked = torch.cat((up.absorb(q[..., :128], None), q[..., 128:]), -1)
+                    return up.values(attention.absorbed(0, 0, asked), None)
+
+                outs[form] = work(0).float()
+                milliseconds = microseconds(work, device) / 1e3
+                each = 2 * heads * (576 + 512 if form == "absorbed" else 192 + 128)
+                line[f"{form}_ms"] = milliseconds
+                line[f"{form}_tflops"] = tokens * (context - tokens / 2) * each / milliseconds / 1e9
+                del attention
+            difference = (outs["expanded"] - outs["absorbed"]).abs().mean()
+            results.append({**line, "error": float(difference / outs["absorbed"].abs().mean())})
+            print(results[-1], flush=True)
+    return results
+
+
+def _attention(
+    spec: Latent, blocks: int, device: torch.device, form: str
+) -> ReferenceLatentAttention | FlashInferLatentAttention:
+    if device.type == "cpu":  # of which `expands_from` decides
+        never = replace(spec, value_dim=4096)
+        return ReferenceLatentAttention(spec if form == "expanded" else never, [0], blocks, BF16, device)
+    longest = 1 if form == "expanded" else None
+    return FlashInferLatentAttention(spec, [0], blocks, BF16, device, 1, blocks, longest=longest)
+
+
+def one_chunk(tokens: int, context: int, device: str) -> BatchLayout:
+    positions = torch.arange(context - tokens, context, device=device)
+    table = array("i", range(-(-context // BLOCK_SIZE)))
+    return BatchLayout([0, tokens], [context], [table], positions, positions)
+
+
 def served(args: argparse.Namespace, context: int) -> dict[str, Any]:
     described = {**FOUR_LAYERS, "n_routed_experts": args.experts, **(TINY if args.tiny else {})}
     most = max(args.rows)
@@ -167,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096, 32768], help="of the kernels")
     parser.add_argument("--prompt", type=int, default=30000)
     parser.add_argument("--experts", type=int, default=64, help="of a layer: V3 has 256; a multiple of 8")
-    parser.add_argument("--parts", nargs="+", default=["kernel", "served"], choices=("kernel", "served"))
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--model", type=Path, help="folder of the random model; it is written if it is not there")
     parser.add_argument("--tiny", action="store_true", help="a small model on the CPU: shows that it works")
     parser.add_argument("--out", type=Path)
@@ -184,9 +245,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with torch.inference_mode():
         if "kernel" in args.parts:
             found["kernel"] = kernels(args.rows, args.contexts, device, args.tiny)
+        if "chunk" in args.parts:
+            found["chunk"] = chunks([256] if args.tiny else args.contexts, device, args.tiny)
     if device == "cuda":
         torch.cuda.empty_cache()
-    if args.out and found.get("kernel"):
+    if args.out and (found.get("kernel") or found.get("chunk")):
         record.write(args.out, found)  # so much is there, whatever follows
     if "served" in args.parts:
         found["served"] = served(args, 64 if args.tiny else CONTEXT)

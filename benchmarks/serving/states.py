@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmarks.peers.llamacpp import Peer, completed
 from benchmarks.record import write
@@ -104,10 +105,15 @@ def _found(args: argparse.Namespace, parser: argparse.ArgumentParser, model: Pat
 def make(folder: Path) -> tuple[Path, Path]:
     """Of four layers each: one of attention behind three delta nets, whose states of a sequence take as many bytes as
     keys and values of 200 blocks, and attention alone."""
-    common = {"num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": LONGEST}
+    common: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": LONGEST,
+    }
     common |= {"vocab_size": 320, "eos_token_id": 319}
     kinds = ["linear_attention"] * 3 + ["full_attention"]
-    net = {"linear_num_key_heads": 14, "linear_num_value_heads": 28, "linear_key_head_dim": 32}
+    net: dict[str, Any] = {"linear_num_key_heads": 14, "linear_num_value_heads": 28, "linear_key_head_dim": 32}
     net |= {"linear_value_head_dim": 32, "layer_types": kinds}
     made = []
     for family, own in (("qwen3_next", net), ("qwen3_moe", {})):

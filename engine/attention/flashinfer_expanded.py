@@ -15,7 +15,7 @@ from engine.attention.base import BLOCK_SIZE
 from engine.attention.latent import Expand
 
 PIECE = 4096  # positions, of whole blocks
-SIZES = ((64, 64), (128, 128), (192, 128), (256, 256))  # of keys and of values, that both fa2 and fa3 take
+SIZES = ((128, 128), (192, 128), (256, 256))  # of keys and of values, that both fa2 and fa3 take
 FROM = 512  # tokens of a sequence in a step
 
 

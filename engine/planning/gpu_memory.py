@@ -64,8 +64,9 @@ def gpu_items(
 
 def _expanded_bytes(layer: LayerSpec) -> int:
     latent = layer.attention
-    expands = isinstance(latent, Latent) and expands_from(latent) is not None
-    return piece_bytes(latent, 2) if expands else 0  # flashinfer takes bfloat16
+    if not isinstance(latent, Latent) or expands_from(latent) is None:
+        return 0
+    return piece_bytes(latent, 2)  # flashinfer takes bfloat16
 
 
 def expert_items(

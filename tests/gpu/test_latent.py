@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.flashinfer import fa3_limit
 from engine.attention.flashinfer_latent import FlashInferLatentAttention
 from engine.attention.latent import ReferenceLatentAttention
+from engine.linear.latent import TorchLatentUp
 from testing.harness import greedy
 from testing.models.tiny import tiny_model
 from tests.engine.family import Family
@@ -77,7 +79,9 @@ def both(heads: int, prefill: str) -> tuple[Any, Any]:
     device = torch.device("cuda")
     if prefill == "fa3" and (why := fa3_limit(torch.cuda.get_device_capability(device), BF16)):
         pytest.skip(why)
-    ours = FlashInferLatentAttention(spec(heads), LAYERS, BLOCKS, BF16, device, 8, BLOCKS, prefill=prefill)
+    ours = FlashInferLatentAttention(
+        spec(heads), LAYERS, BLOCKS, BF16, device, 8, BLOCKS, prefill=prefill, longest=None
+    )
     return ours, ReferenceLatentAttention(spec(heads), LAYERS, BLOCKS, F32, device)
 
 
@@ -124,9 +128,58 @@ def test_a_step_is_cut_where_a_wrapper_is_full(monkeypatch) -> None:
         q, k = qk(step.num_tokens, 16, number)
         ours.plan(step)
         theirs.plan(step)
-        assert len(ours._planned) > 1
+        assert len(ours._planned[0]) > 1
         want = theirs.forward(0, q.float(), k.float(), k.float()[..., :512])
         assert error(ours.forward(0, q, k, k[..., :512]), want) < BOUND
+
+
+@pytest.mark.parametrize("prefill", ["fa2", "fa3"])
+@pytest.mark.parametrize(("nope", "value"), [(128, 128), (192, 256), (64, 128)])
+def test_long_chunks_are_expanded(monkeypatch, nope: int, value: int, prefill: str) -> None:
+    """In pieces of 64 positions, behind a part of the sequence and before shorter rows; the oracle is float32."""
+    monkeypatch.setattr("engine.attention.flashinfer_expanded.PIECE", 64)
+    device, of = torch.device("cuda"), Latent(16, None, 512, nope, value, Rotation(64, 1e4, 2048))
+    if prefill == "fa3" and (why := fa3_limit(torch.cuda.get_device_capability(device), BF16)):
+        pytest.skip(why)
+    ours = FlashInferLatentAttention(of, [0], BLOCKS, BF16, device, 8, BLOCKS, prefill=prefill, longest=20)
+    theirs = ReferenceLatentAttention(of, [0], BLOCKS, F32, device)
+    g = torch.Generator().manual_seed(nope)
+    weight = torch.randn(16, nope + value, 512, generator=g).cuda() / 16
+    up, exact = TorchLatentUp(weight.to(BF16), nope), TorchLatentUp(weight.to(BF16).float(), nope)
+    rows = Sequences(3, 3)
+    for tokens in ([300, 7, 40], [20, 1, 150], [1, 64, 19]):
+        step = rows.step(tokens, device)
+        q = torch.randn(step.num_tokens, 16, nope + 64, generator=g).to(device, BF16) * 0.3
+        kept = torch.randn(step.num_tokens, 1, 576, generator=g).to(device, BF16)
+        ours.plan(step)
+        theirs.plan(step)
+        want = theirs.forward(
+            0,
+            torch.cat((exact.absorb(q[..., :nope].float(), None), q[..., nope:].float()), -1),
+            kept.float(),
+            kept.float()[..., :512],
+        )
+        want, got = exact.values(want, None), q.new_empty(step.num_tokens, 16, value)
+        ours.keep(0, kept)
+        assert len(ours.longs) == sum(count >= 20 for count in tokens)
+        for number, span in enumerate(ours.longs):
+            got[span] = ours.expanded(0, number, q[span], partial(up.expand, slot=0))
+        for number, span in enumerate(ours.shorts):
+            asked = torch.cat((up.absorb(q[span][..., :nope], None), q[span][..., nope:]), -1)
+            got[span] = up.values(ours.absorbed(0, number, asked), None)
+        assert error(got, want) < 2 * BOUND  # keys and values are rounded, too
+
+
+def test_a_long_prompt_is_expanded_adapters_and_all(tmp_path_factory) -> None:
+    sizes = SHAPE | SURE | {"qk_nope_head_dim": 128, "v_head_dim": 128, "max_position_embeddings": 2048}
+    family = Family(tmp_path_factory.mktemp("long"), family="deepseek_v3", **sizes)
+    engine = family.engine(**GPU | {"max_num_seqs": 4, "max_num_batched_tokens": 1024})
+    assert any("expanded from" in note for note in engine.runner.notes), engine.runner.notes
+    asked = prompts(1, [700, 5, 900])
+    found = engine.generate(asked, ["adapter-1", None, None], max_tokens=12)
+    for name, prompt, tokens in zip(("adapter-1", None, None), asked, found, strict=True):
+        assert agree(family.merged[name], prompt, greedy(family.merged[name], prompt, 12)[0], tokens)
+    engine.close()
 
 
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
