@@ -39,6 +39,7 @@ class Batch:
         self._step, self._now = 0, 0.0
         self._background = False  # whose rows are planned now
         self._allowed_s: float | None = None  # of the step, while those are background rows
+        self._everyone = False  # whatever else, nobody leaves this step out
         self._pressed = False  # a live request lacks blocks that will come back
         self._partial: dict[str, list[Request]] = {}  # running requests still in prefill, by account, best first
         self._owed = 0  # blocks that they will still need for their known tokens
@@ -63,6 +64,9 @@ class Batch:
             core.slots.assign(core.waiting.best_ranks(background=not live), now)
         self._preempt_background()
         self._add_rows()
+        if not self._rows and self._turns.held:  # those who were to have the step for themselves cannot use it
+            self._partial, self._owed, self._everyone = {}, 0, True
+            self._add_rows()
         if not self._rows and not self._live_could_run and (live or not self._gaps.paused(now)):
             self._background, self._admitting = True, not core.num_live_waiting
             self._allowed_s = self._gaps.allowed_s(now)
@@ -178,8 +182,9 @@ class Batch:
         core, rows, size = self._core, self._rows, self._config.block_size
         states = core.states
         running, background, allowed_s = Status.RUNNING, self._background, self._allowed_s
-        turns = self._turns
-        others = () if background else turns.left_out(core.running, core.waiting, self._is_open, self._step, self._now)
+        others: frozenset[Request] = frozenset()
+        if not background and not self._everyone:
+            others = self._turns.left_out(core.running, core.waiting, self._is_open, self._step, self._now)
         decoded: dict[str, int] = {}  # rows by account
         for _, _, request in list(core.running):
             if request.status is not running or request.background is not background:
@@ -220,8 +225,10 @@ class Batch:
             self._partial[tenant] = [request for request in requests if request.status is Status.RUNNING]
             self._owed += sum(self._missing.of(request) for request in self._partial[tenant])
         heap: list[tuple[float, float, int, str]] = []
+        held = () if self._background or self._everyone else self._turns.held
         for tenant in dict.fromkeys([*self._partial, *self._accounts()]):
-            self._push(heap, tenant)
+            if tenant not in held:
+                self._push(heap, tenant)
         if not heap:
             return
         heapify(heap)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.plan import StepPlan
-from scheduler.policy.turns import PRESENT_S
+from scheduler.policy.turns import PRESENT_S, SELDOM
 from tests.scheduler.harness import FakeEngine, config, make_request
 
 ROW_S = 0.001  # of a step, by the clock of these tests, behind
@@ -95,3 +95,27 @@ def test_streams_make_room_for_the_prompt_of_a_tenant_with_fewer(tokens: int, st
     assert all(any(row.request.tenant == "a" for row in step.rows) for step in steps)
     largest = max(config().initial_chunk + 2, 8)
     assert all(step.num_tokens <= largest for step in steps)
+
+
+@settings(max_examples=12)
+@given(
+    target=st.floats(1.2, 2.9),
+    streams=st.integers(2, 24),
+    prompts=st.booleans(),
+)
+def test_where_one_row_is_too_long_others_are_in_as_many_steps_as_the_target_has_room_for(target, streams, prompts):
+    """A step takes 2 ms for the one stream of b, 3 ms with one of a; those without leave time for those with."""
+    engine = start({"a": streams, "b": 1}, {"a": 1.0, "b": 1.0}, itl_target_s=target * ROW_S)
+    if prompts:
+        engine.add(make_request("more", [3] * 40, 4, tenant="a"), 1.0)
+    steps = [run(engine) for _ in range(160)]
+    assert all(any(row.request.tenant == "b" for row in step.rows) for step in steps)
+    of_a = [step for step, plan in enumerate(steps) if any(row.request.tenant == "a" for row in plan.rows)]
+    assert all(later - earlier <= SELDOM for earlier, later in zip([-1, *of_a], [*of_a, len(steps)], strict=True))
+    assert len(of_a) < len(steps)
+    seconds = sum(BASE_S + ROW_S * step.num_tokens for step in steps) / len(steps)
+    forced = (2 if target < 2 else target) * ROW_S + (config().min_chunk if prompts else 1) * ROW_S / SELDOM
+    assert seconds <= 1.03 * max(target * ROW_S, forced), (seconds, len(of_a))
+    if target >= 2.5 and not prompts:
+        assert len(of_a) >= len(steps) // 3
+    engine.scheduler.check_integrity()
