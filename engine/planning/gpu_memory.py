@@ -42,7 +42,7 @@ def gpu_items(
     sizes = len(bucket_sizes(config.max_num_seqs))
     items = []
     if attention == "flashinfer":
-        arrays = plan_bytes(sizes)
+        arrays = plan_bytes(sizes, len(set(model.paged_attention)))
         items.append(Item(name, Kind.OTHER, "attention workspace", WORKSPACE_BYTES + arrays))
         items.append(Item(_CPU, Kind.OTHER, "attention plans, pinned", arrays))
     if config.cuda_graphs == "auto":
