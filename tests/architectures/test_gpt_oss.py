@@ -346,7 +346,13 @@ def test_memory_of_biases_beside_a_gpu(
     assert not made.memory.short
 
 
-def test_it_is_not_divided_over_ranks(tmp_path: Path) -> None:
-    save_hf(tiny(1), tmp_path)
-    with pytest.raises(UserError, match=r"--tensor-parallel 2: .* allowed for this model are 1$"):
-        planned(tmp_path, tensor_parallel=2)
+def test_it_is_divided_over_ranks(tmp_path: Path) -> None:
+    """MXFP4's blocks of 32 values are not cut: experts that are as wide as one block stay whole."""
+    for width, whole in ((64, False), (32, True)):
+        folder = tmp_path / str(width)
+        save_mxfp4(tiny(1, moe_intermediate_size=width), folder)
+        plan = planned(folder, tensor_parallel=2)
+        attention, experts = plan.source.config.layers[0].attention, plan.source.config.experts
+        assert (attention.heads, attention.kv_heads, attention.window) == (2, 1, 16)
+        assert plan.shard.whole_experts == whole and experts.intermediate == 32
+        assert plan.source.tensor("model.layers.0.self_attn.sinks").shape == (2,)
