@@ -73,6 +73,7 @@ KERNELS := tests/gpu/test_kernels.py tests/gpu/test_latent_kernels.py tests/gpu/
   tests/gpu/test_experts_handshake_kernels.py \
   tests/gpu/test_delta_kernels.py 'tests/gpu/test_delta.py::test_kernels_give_the_tokens_of_transformers[qwen3_next-drafts]' \
   tests/gpu/test_fused.py::test_of_equal_experts_the_lower_ones_are_chosen tests/gpu/test_fused.py::test_nan_routes_within_range \
+  $(foreach test,a_nan_stays_in_its_row of_any_shape_limit_and_alpha,tests/gpu/test_experts_biased.py::test_$(test)) \
   $(foreach adapters,0 1,'tests/gpu/test_experts_kernels.py::test_weights_are_read_once_per_expert_whatever_the_number_of_adapters[$(adapters)]')
 
 test-kernels: setup $(VENV)/.triton

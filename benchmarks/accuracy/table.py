@@ -62,8 +62,8 @@ class Files:
         model = tiny_model(seed, **(SHAPE | shape))
         with torch.no_grad():  # a trained router is sure of itself; a random one would flip at every other token
             for layer in model.model.layers:
-                if hasattr(layer.mlp, "gate"):
-                    layer.mlp.gate.weight *= 6
+                for name in {"gate", "router"} & {name for name, _ in layer.mlp.named_children()}:
+                    getattr(layer.mlp, name).weight *= 6
         self.float32 = save_gguf(model, self.path, expert_type=weights, dense_type=weights)
         self.bfloat16 = copy.deepcopy(self.float32).bfloat16()
 

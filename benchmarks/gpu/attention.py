@@ -19,7 +19,7 @@ import torch
 from benchmarks import record
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.attention.base import BLOCK_SIZE, BatchLayout
-from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.flashinfer import FlashInferAttention, make_workspace
 from testing.models.shapes import config
 
 CONFIG = config(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=4, head_dim=128)
@@ -80,7 +80,10 @@ def make(prefill: str, kv: torch.dtype) -> FlashInferAttention:
     spec = CONFIG.layers[0].attention
     if not isinstance(spec, GroupedQuery):
         raise TypeError(type(spec).__name__)
-    made = FlashInferAttention(spec, [0], BLOCKS, BF16, torch.device("cuda"), 64, 512, kv_dtype=kv, prefill=prefill)
+    device = torch.device("cuda")
+    made = FlashInferAttention(
+        spec, [0], BLOCKS, BF16, device, 64, 512, workspace=make_workspace(device), kv_dtype=kv, prefill=prefill
+    )
     for cache in made.cache[0]:
         cache.copy_(torch.randn(cache.shape, device="cuda", dtype=BF16).to(kv))
     return made

@@ -295,7 +295,7 @@ class Bench:
             self.bridge, self.config, BF16, CUDA, max_rows=max(all_rows), max_slots=16, max_rank=LORA_RANK
         )  # fmt: skip
         for layer in range(self.layers):
-            backend.add_source(layer)
+            backend.add_source(layer, random_store(layer, self.config))
         automatic = backend.measure()
         self.say("prefill", "measured", threshold=automatic, copy_ms=backend.measured["streamed_s"] * 1e3)
         for rows in all_rows:

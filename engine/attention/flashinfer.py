@@ -1,4 +1,9 @@
-"""Paged attention on an NVIDIA GPU by flashinfer: one plan a step, tensor-core decode, graphs for padded batches."""
+"""Paged attention on an NVIDIA GPU by flashinfer: one plan a step, tensor-core decode, graphs for padded batches.
+
+A sink s beside the scores of a head takes its share of the softmax and gives nothing: what a query gets without it is
+multiplied by sum(exp(scores)) / (sum(exp(scores)) + exp(s)) = sigmoid(logsumexp(scores) - s), once flashinfer's kernel
+is done. That kernel gives the logarithm in base 2.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +37,15 @@ _FP8_CAPABILITY = (8, 9)  # from which a GPU converts to e4m3 by itself
 _FA3_CAPABILITY = (9, 0)
 
 
-def plan_bytes(decode_sizes: int) -> int:
-    """What the arrays of all wrappers take beside the workspace, on the GPU and again pinned on the CPU."""
-    return (decode_sizes + _PREFILL_WRAPPERS) * _PLAN_BYTES
+def plan_bytes(decode_sizes: int, attentions: int) -> int:
+    """What the arrays of all wrappers of so many attentions take beside the workspace, on the GPU and again pinned on
+    the CPU."""
+    return attentions * (decode_sizes + _PREFILL_WRAPPERS) * _PLAN_BYTES
+
+
+def make_workspace(device: torch.device) -> torch.Tensor:
+    """What kernels use while they run: of one attention after another on a stream."""
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def flashinfer_available() -> tuple[bool, str]:
@@ -81,8 +92,6 @@ def flashinfer_limit(spec: GroupedQuery | Latent, dtype: torch.dtype) -> str | N
             return None
         taken, these = (f"{latent} + {rotated}" for latent, rotated in (LATENT_SIZES, sizes))
         return f"flashinfer's latent attention takes {taken} values a position, not {these}"
-    if spec.sinks or spec.window is not None:
-        return "attention with sinks or a window is not computed by flashinfer here"
     if spec.head_dim not in HEAD_DIMS:
         return f"flashinfer's attention takes head_dim {', '.join(map(str, HEAD_DIMS))}, not {spec.head_dim}"
     return None
@@ -109,7 +118,8 @@ class FlashInferAttention(AttentionBackend):
     replays after any later `plan` of that size. Every other batch uses fa2's prefill wrapper for decode rows and chunks
     alike; from the first chunk of FA3_ROWS rows on, fa3's, if `prefill` and the GPU allow it (for a single row it takes
     as long as for a tile of 128). `notes` says which.
-    `max_rows`: of a padded batch; `max_row_blocks`: of a sequence. UserError for shapes and dtypes that flashinfer does
+    `max_rows`: of a padded batch; `max_row_blocks`: of a sequence; `workspace`: from `make_workspace`, which attentions
+    on one stream may share. UserError for shapes and dtypes that flashinfer does
     not take, if it is not installed, or for `prefill` "fa3" where that cannot be had.
     """
 
@@ -125,12 +135,13 @@ class FlashInferAttention(AttentionBackend):
         max_rows: int,
         max_row_blocks: int,
         *,
+        workspace: torch.Tensor,
         kv_dtype: torch.dtype | None = None,
         prefill: str = "auto",
     ) -> None:
         require_flashinfer(spec, dtype)
         self._flashinfer: Any = importlib.import_module("flashinfer")
-        self._write = importlib.import_module("engine.ops.gpu_kernels").write_kv
+        self._kernels: Any = importlib.import_module("engine.ops.gpu_kernels")
         kv_dtype, capability = kv_dtype or dtype, torch.cuda.get_device_capability(device)
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
             raise UserError(f"kv_cache_dtype {kv_dtype}: flashinfer takes bfloat16 and fp8", field="kv_cache_dtype")
@@ -151,7 +162,8 @@ class FlashInferAttention(AttentionBackend):
         self._dtype = dtype
         self._kv_dtype = kv_dtype
         self._token_bytes = len(layers) * spec.cache.position_bytes(kv_dtype.itemsize)
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = workspace
+        self._sinks: dict[int, torch.Tensor] = {}
         self._prefill = self._prefill_wrapper("fa2")
         self._long_prefill: Any = None  # fa3's
         self._decode: dict[int, Any] = {}  # by rows
@@ -199,6 +211,18 @@ class FlashInferAttention(AttentionBackend):
     @property
     def kv_bytes_per_token(self) -> int:
         return self._token_bytes
+
+    @property
+    def _window_left(self) -> int:
+        """How many positions before its own a query sees; -1: all."""
+        return -1 if self._spec.window is None else self._spec.window - 1
+
+    def set_sinks(self, layer: int, sinks: torch.Tensor) -> None:
+        if sinks.shape != (self._spec.heads,) or sinks.dtype != torch.float32:
+            raise EngineError(
+                f"attention: sinks: {sinks.dtype} {tuple(sinks.shape)}; wanted float32 [{self._spec.heads}]"
+            )
+        self._sinks[layer] = sinks
 
     def plan(self, batch: BatchLayout) -> None:
         """Waits until the GPU has taken the arrays of the plan before, which by then it has as a rule."""
@@ -252,6 +276,7 @@ class FlashInferAttention(AttentionBackend):
             c.head_dim,
             BLOCK_SIZE,
             causal=True,
+            window_left=self._window_left,
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
         )
@@ -280,6 +305,7 @@ class FlashInferAttention(AttentionBackend):
             c.kv_heads,
             c.head_dim,
             BLOCK_SIZE,
+            window_left=self._window_left,
             q_data_type=self._dtype,
             kv_data_type=self._kv_dtype,
         )
@@ -299,7 +325,7 @@ class FlashInferAttention(AttentionBackend):
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         to = self.places(layer)
-        self._write(to.keys, to.values, k, v, to.slots)
+        self._kernels.write_kv(to.keys, to.values, k, v, to.slots)
         return self.attend(layer, q)
 
     def places(self, layer: int) -> KvPlaces:
@@ -308,14 +334,20 @@ class FlashInferAttention(AttentionBackend):
         return KvPlaces(*self.cache[layer], self._slots)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        keys, values = self.cache[layer]
-        q, planned = q.contiguous(), self._planned
-        if len(planned) == 1:
-            out: torch.Tensor = planned[0][0].run(q, (keys, values))
-            return out
+        q, planned, cache = q.contiguous(), self._planned, self.cache[layer]
+        sinks = self._sinks.get(layer)
+        if len(planned) == 1 and sinks is None:
+            whole: torch.Tensor = planned[0][0].run(q, cache)
+            return whole
         out = torch.empty_like(q)
+        if sinks is None:
+            for wrapper, tokens in planned:
+                wrapper.run(q[tokens], cache, out=out[tokens])
+            return out
+        sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for wrapper, tokens in planned:
-            wrapper.run(q[tokens], (keys, values), out=out[tokens])
+            wrapper.run(q[tokens], cache, out=out[tokens], lse=sums[tokens], return_lse=True)
+        self._kernels.share_with_sinks(out, sums, sinks)
         return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache as once
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.attention.base import BLOCK_SIZE, CacheBackend
-from engine.attention.flashinfer import FlashInferAttention
+from engine.attention.flashinfer import FlashInferAttention, make_workspace
 from engine.attention.flashinfer_latent import FlashInferLatentAttention
 from engine.attention.gpu_delta import GpuDeltaNet, gpu_delta_limit
 from engine.experts.base import ExpertBackend
@@ -88,6 +89,7 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         )
 
     in_torch = reference_attention(plan, device)
+    workspace = once(lambda: make_workspace(device))
 
     def in_kernels(spec: GroupedQuery | Latent | DeltaNet, layers: list[int]) -> CacheBackend:
         if isinstance(spec, DeltaNet):
@@ -97,7 +99,7 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         held = (layers, plan.cache_blocks, dtype, device, seqs, -(-plan.max_model_len // BLOCK_SIZE))
         if isinstance(spec, Latent):
             return FlashInferLatentAttention(spec, *held, prefill=prefill)
-        return FlashInferAttention(spec, *held, kv_dtype=plan.precision.kv, prefill=prefill)
+        return FlashInferAttention(spec, *held, workspace=workspace(), kv_dtype=plan.precision.kv, prefill=prefill)
 
     attention = attention_of(
         model,

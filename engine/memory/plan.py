@@ -341,7 +341,8 @@ def _remedies(inputs: Inputs, plan: MemoryPlan) -> list[str]:
         trial("--expert-backend native", native)
         if inputs.gpu is None:
             trial("--expert-backend native --linear-backend native", replace(native, linear_backend="native"))
-    for method in ("AMXInt8", "AMXInt4"):
+    experts = inputs.source.config.experts
+    for method in ("AMXInt8", "AMXInt4") if experts is None or experts.plain else ():
         kt = replace(inputs, expert_backend=lambda _: "kt", kt_method=method)
         trial(f"--expert-backend kt --kt-method {method}", kt)
     return [text for text, changed in trials if not _plan(changed).short]

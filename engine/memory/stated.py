@@ -22,18 +22,21 @@ _BF16, _F32 = 2, 4
 _FLOAT32_WEIGHTS = tuple(f"{name}.weight" for name in FLOAT32_MODULES)
 _ON_NATIVE = ("native", "hybrid")
 LATENT_UP = "kv_b_proj.weight"
+_EXPERT_BIASES = tuple(f".mlp.experts.{part}_bias" for part in ("gate", "up", "down"))
 
 
 def expert_bytes(inputs: Inputs, layer: int) -> int:
-    """A layer's routed experts."""
+    """A layer's routed experts, with their biases."""
     store, backend = inputs.source.experts(layer), inputs.expert_backend(layer)
     if backend == "kt":
         return kt.layer_bytes(store, inputs.source.config, inputs.kt_method)
     if backend in _ON_NATIVE:
         return native_layer_bytes(store, inputs.element_bytes, inputs.expert_quantise)
+    biases = _F32 * sum(prod(bias.shape) for bias in store.biases.values())
     if inputs.gpu_packs:
-        return store.num_experts * expert_layout(store, inputs.activation_bytes, inputs.expert_quantise).num_bytes
-    return store.num_weights * inputs.element_bytes
+        expert = expert_layout(store, inputs.activation_bytes, inputs.expert_quantise)
+        return store.num_experts * expert.num_bytes + biases
+    return store.num_weights * inputs.element_bytes + biases
 
 
 def weight_bytes(inputs: Inputs) -> int:
@@ -51,6 +54,8 @@ def weight_bytes(inputs: Inputs) -> int:
             total += _embedding_bytes(inputs, tensor)
         elif name.endswith(LATENT_UP):
             total += _latent_up_bytes(inputs, tensor)
+        elif name.endswith(_EXPERT_BIASES):
+            continue
         elif len(tensor.shape) == 2:
             total += _linear_bytes(inputs, tensor)
         else:

@@ -192,6 +192,33 @@ def write_kv(keys: torch.Tensor, values: torch.Tensor, k: torch.Tensor, v: torch
 
 
 @triton.jit
+def _share_with_sinks(
+    out, sums, sinks, heads, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    mask = head < heads
+    above = tl.load(sums + token * heads + head, mask, other=0.0) - 1.4426950408889634 * tl.load(sinks + head, mask)
+    share = 1.0 / (1.0 + tl.exp2(-above))
+    cols = tl.arange(0, BLOCK)
+    place = out + (token * heads + head)[:, None] * DIM + cols[None, :]
+    inside = mask[:, None] & (cols < DIM)[None, :]
+    value = tl.load(place, inside, other=0.0)
+    tl.store(place, (value.to(tl.float32) * share[:, None]).to(value.dtype), inside)
+
+
+def share_with_sinks(out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> None:
+    """out [T, H, D], contiguous, of attention without sinks becomes that with them, in place. sums float32 [T, H]:
+    log2 of the sum of exp(score); sinks float32 [H]: a score of each head that takes its share and gives nothing."""
+    tokens, heads, dim = out.shape
+    block = triton.next_power_of_2(dim)
+    each = max(1, 1024 // block)
+    _share_with_sinks[(tokens, triton.cdiv(heads, each))](
+        out, sums, sinks, heads, DIM=dim, HEADS=each, BLOCK=block, num_warps=2
+    )
+
+
+@triton.jit
 def _silu_mul(gate, up, out, gate_stride, up_stride, dim, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,7 @@ from engine.attention.flashinfer_expanded import expands_from, piece_bytes
 from engine.config import EngineConfig, bucket_sizes
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu.compute import GpuCompute
-from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.layout import Elementwise, Sizes
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.streamed.backend import StreamedExperts
 from engine.experts.streamed.layers import LayerStream
@@ -44,7 +44,7 @@ def gpu_items(
     sizes = len(bucket_sizes(config.max_num_seqs))
     items = []
     if attention == "flashinfer":
-        arrays = plan_bytes(sizes)
+        arrays = plan_bytes(sizes, len(set(model.paged_attention)))
         items.append(Item(name, Kind.OTHER, "attention workspace", WORKSPACE_BYTES + arrays))
         items.append(Item(_CPU, Kind.OTHER, "attention plans, pinned", arrays))
         if expanded := max(map(_expanded_bytes, model.layers), default=0):
@@ -79,9 +79,9 @@ def expert_items(
     streams: bool,
     expert_bytes: int,
 ) -> list[Item]:
-    """What experts need beside their weights: scratch memory of those that a GPU computes, the rows' pinned twins of
-    those that the CPU computes, and (`streams`) two layers that are on their way to the GPU. `rows`: of a step at
-    most; `expert_bytes`: of the largest expert on the GPU."""
+    """What experts need beside their weights: scratch memory and biases of those that a GPU computes, the rows' pinned
+    twins of those that the CPU computes, and (`streams`) two layers that are on their way to the GPU. `rows`: of a step
+    at most; `expert_bytes`: of the largest expert on the GPU."""
     name, items = _name(device), []
     if not model.sparse_layers:
         return []
@@ -96,6 +96,9 @@ def expert_items(
         )
         own = HybridExperts.scratch_bytes(sizes, rows) if "hybrid" in backends else 0
         items.append(Item(name, Kind.STEP, "expert scratch", scratch + own, own))
+    if (streams or "hybrid" in backends) and model.experts is not None and model.experts.expert_bias:
+        biases = len(model.sparse_layers) * Elementwise.planned_bytes(Sizes.of(model))
+        items.append(Item(name, Kind.EXPERTS, "biases of all experts", biases))
     if {"native", "hybrid", "kt"} & set(backends):
         row = ExpertBuffers.row_bytes(model.num_experts_per_tok, model.hidden_size, element_bytes)
         items.append(Item(_CPU, Kind.STEP, f"expert rows, {rows}, pinned", rows * row, rows * row))

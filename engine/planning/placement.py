@@ -24,8 +24,6 @@ from rules import RulesError as BadRules
 from rules.choice import Backend
 
 _NAMES = {"expert": "experts", "attention": "attention", "linear": "projections"}
-_NOT_PLAIN = "this model's experts have biases, and an activation with a limit"
-_NOT_PLAIN_ALLOWED = "allowed are native, without prefill on a GPU, and reference"
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 T = TypeVar("T")
 _OWN_DEVICE = {"native": "cpu", "kt": "cpu", "gpu": "cuda", "hybrid": "cuda", "flashinfer": "cuda"}
@@ -177,7 +175,7 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
                 choices[module] = replace(choice, backend=cast(Backend, backend), device=device)
     placement = Placement(choices, [])
     if model.experts is not None and not model.experts.plain:
-        _check_experts(placement)
+        _check_kt(placement)
     if config.deterministic:
         _check_deterministic(placement)
     lines = [f"rules: {name}" + ("" if config.rules else " (chosen from this machine)")]
@@ -197,12 +195,14 @@ def choose(config: EngineConfig, model: ModelConfig, machine: Machine) -> Placem
     return Placement(choices, lines)
 
 
-def _check_experts(placement: Placement) -> None:
+def _check_kt(placement: Placement) -> None:
     """Of experts with biases or an activation of their own."""
-    others = set(placement.used(".mlp.experts")) - {"native", "reference"}
-    if others or placement.streams_prefill:
-        found = ", ".join(sorted(others)) or "native, with prefill on the GPU"
-        raise UserError(f"experts on {found}: {_NOT_PLAIN}; {_NOT_PLAIN_ALLOWED}", field="expert_backend")
+    if "kt" in placement.used(".mlp.experts"):
+        raise UserError(
+            "experts on kt: this model's experts have biases, and an activation with a limit, which kt_kernel does not "
+            "compute; allowed are native, hybrid, gpu and reference",
+            field="expert_backend",
+        )
 
 
 def _check_deterministic(placement: Placement) -> None:
@@ -261,8 +261,6 @@ def native_limits(model: ModelConfig) -> dict[str, str]:
 def gpu_limits(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
     """The same for a GPU with experts on the native kernels."""
     limits = {kind: why for kind, why in native_limits(model).items() if kind == "expert"}
-    if model.experts is not None and not model.experts.plain:
-        limits["expert"] = _NOT_PLAIN
     for spec in model.paged_attention:
         if why := flashinfer_limit(spec, activation_dtype(config)):
             limits["attention"] = why

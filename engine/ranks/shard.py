@@ -1,8 +1,9 @@
 """What one of several ranks holds of a model: some heads, a part of every MLP and of the vocabulary; the rest whole.
 
-    q, k, v, gate, up, lm_head   divided by outputs: each rank computes some of them
+    q, k, v, gate, up, lm_head   divided by outputs: each rank computes some of them; sinks with their heads
     o, down                      divided by inputs: each rank computes a part of every output, and the parts are summed
     embedding, norms, routers    whole, on every rank
+    biases                       divided with the outputs; what is added to a sum, rank 0 adds
 
 An expert is divided like any MLP, so that ranks have the same work whichever experts the rows of a step choose. Where
 it cannot be, or on request, each rank has some of the experts whole, and adds nothing for choices of the others.
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.architectures.config import LayerSpec, ModelConfig
-from engine.architectures.parts.base import BY_INPUTS, BY_OUTPUTS, Divided
+from engine.architectures.parts.base import BY_HEADS, BY_INPUTS, BY_OUTPUTS, Divided
 from engine.architectures.parts.mlp import Sparse
 from engine.errors import UserError
 from engine.files.gguf.types import GGMLType, by_name
@@ -85,7 +86,7 @@ class ShardedSource(WeightSource):
             return by_outputs(replace(stored, name=HEAD), self.shard.words(stored.shape[0]))
         weight = self._source.tensor(name)
         module, _, kind = name.rpartition(".")
-        if module.endswith(BY_OUTPUTS):
+        if module.endswith(BY_OUTPUTS) or name.endswith(BY_HEADS):
             return by_outputs(weight, self.shard.span(weight.shape[0]))
         if module.endswith(BY_INPUTS) and kind == "weight":
             return by_inputs(weight, self.shard.span(weight.shape[1]), self.shard.size)
@@ -112,7 +113,14 @@ class ShardedSource(WeightSource):
                 parts[projection] = [by_inputs(w, shard.span(w.shape[1]), shard.size) for w in weights]
             else:
                 parts[projection] = [by_outputs(w, shard.span(w.shape[0])) for w in weights]
-        return replace(store, gate=parts["gate"], up=parts["up"], down=parts["down"])
+        biases = {name: self._bias_part(name, bias) for name, bias in store.biases.items()}
+        return replace(store, gate=parts["gate"], up=parts["up"], down=parts["down"], biases=biases)
+
+    def _bias_part(self, projection: str, bias: WeightTensor) -> WeightTensor:
+        """Of [experts, outputs] of experts that are divided."""
+        if projection != "down":
+            return by_inputs(bias, self.shard.span(bias.shape[1]), self.shard.size)
+        return bias if self.shard.rank == 0 else replace(bias, data=np.zeros(bias.num_bytes, np.uint8))
 
     def names(self) -> list[str]:
         names = [name for name in self._source.names() if self.has(name)]
@@ -135,7 +143,8 @@ class ShardedSource(WeightSource):
 
 def _some(store: ExpertStore, span: slice) -> ExpertStore:
     parts = {name: [store.expert(name, i) for i in range(span.start, span.stop)] for name, _ in store.projections()}
-    return replace(store, gate=parts["gate"], up=parts["up"], down=parts["down"])
+    biases = {name: by_outputs(bias, span) for name, bias in store.biases.items()}
+    return replace(store, gate=parts["gate"], up=parts["up"], down=parts["down"], biases=biases)
 
 
 def by_outputs(weight: WeightTensor, span: slice) -> WeightTensor:

@@ -63,7 +63,6 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
     ),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM, {"head_dim": 32, "sliding_window": 16}),
 }
-PLAIN_EXPERTS = tuple(name for name in FAMILIES if name != "gpt_oss")
 _DELTA = {
     "head_dim": 32,
     "shared_expert_intermediate_size": 96,

@@ -21,7 +21,10 @@ from engine.errors import AdapterError, ModelFileError, UserError
 from engine.experts.native import NativeExperts
 from engine.launch.backends import make_backends
 from engine.lora.files.parse import parse_adapter
+from engine.memory.items import Kind
+from engine.memory.limits import Memory
 from engine.model.native_executor import NativeExecutor
+from engine.planning import plan as build
 from engine.planning.placement import choose
 from engine.planning.plan import plan_engine
 from engine.weights.open import open_model
@@ -302,33 +305,54 @@ def test_an_engine_starts_from_packed_files(tmp_path: Path, monkeypatch: pytest.
 GPU = Machine(gpu=True, native=True, kt=True, flashinfer=True, gpu_count=1)
 
 
-@pytest.mark.parametrize("backend", ["gpu", "hybrid", "kt"])
-def test_backends_that_cannot_compute_it_are_refused(backend: str) -> None:
-    said = f"experts on {backend}: this model's experts have biases, and an activation with a limit; allowed are native"
+def test_what_cannot_compute_it_is_refused() -> None:
+    said = "experts on kt: this model's experts have biases, .*; allowed are native, hybrid, gpu and reference"
     with pytest.raises(UserError, match=said):
-        choose(EngineConfig(expert_backend=backend), config_from_hf(HUB), GPU)
+        choose(EngineConfig(expert_backend="kt"), config_from_hf(HUB), GPU)
 
 
-def test_beside_a_gpu(tmp_path: Path) -> None:
-    """In torch there; on the native kernels if asked for, and if no prefill is streamed."""
+def test_beside_a_gpu() -> None:
+    """As other families: attention by flashinfer, experts on the CPU, streamed, or on the GPU."""
     model = config_from_hf(HUB)
     placement = choose(EngineConfig(), model, GPU)
-    assert placement.used(".mlp.experts") == ["reference"]
-    assert any("experts run in torch, slower: this model's experts have biases" in line for line in placement.lines)
-    with pytest.raises(UserError, match=r"experts on native, with prefill on the GPU: .* allowed are native, without"):
-        choose(EngineConfig(expert_backend="native"), model, GPU)
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(
-        "- match: {name: '\\.mlp\\.experts$'}\n"
-        "  replace: {class: ktserve.experts.native, kwargs: {prefill_device: cpu}}\n"
-        "  recursive: false\n"
-        "- match: {class: torch.nn.Module}\n"
-        "  replace: {class: ktserve.torch, kwargs: {device: cuda}}\n"
-    )
-    assert choose(EngineConfig(rules=str(rules)), model, GPU).used(".mlp.experts") == ["native"]
+    assert placement.used(".self_attn") == ["flashinfer"] and placement.used(".mlp.experts") == ["native"]
+    assert placement.streams_prefill and not any("in torch" in line for line in placement.lines)
+    for backend in ("gpu", "hybrid", "native"):
+        assert choose(EngineConfig(expert_backend=backend), model, GPU).used(".mlp.experts") == [backend]
+    small = choose(EngineConfig(dtype="float32"), model, GPU)
+    assert small.used(".self_attn") == ["reference"] and any("takes bfloat16" in line for line in small.lines)
 
 
-def test_it_is_not_divided_over_ranks(tmp_path: Path) -> None:
-    save_hf(tiny(1), tmp_path)
-    with pytest.raises(UserError, match=r"--tensor-parallel 2: .* allowed for this model are 1$"):
-        planned(tmp_path, tensor_parallel=2)
+@pytest.mark.parametrize(
+    ("settings", "biases"),
+    [({"gpu_experts": "all"}, False), ({"gpu_experts": "2"}, True), ({"gpu_experts": "none"}, True)],
+    ids=["gpu", "hybrid", "streamed"],
+)
+def test_memory_of_biases_beside_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], biases: bool
+) -> None:
+    """Once on the GPU: with all experts, or beside those that come and go."""
+    save_mxfp4(tiny(1, head_dim=64), tmp_path)
+    monkeypatch.setattr(build, "find_machine", lambda config, model: GPU)
+    monkeypatch.setattr(build, "gpu_memory", lambda device: Memory("GPU 0", 1 << 35, 1 << 36))
+    made = plan_engine(EngineConfig(model=str(tmp_path), kv_cache_tokens=4096, **settings))
+    config, items = made.source.config, [i for i in made.memory.items if i.device == "GPU 0" and i.kind is Kind.EXPERTS]
+    each = 4 * config.num_experts * (2 * config.moe_intermediate_size + config.hidden_size)
+    apart = [item.num_bytes for item in items if item.label == "biases of all experts"]
+    assert apart == ([len(config.sparse_layers) * each] if biases else [])
+    if not biases:
+        held = [item.num_bytes for item in items]
+        assert held == [len(config.sparse_layers) * (each + config.num_experts * made.gpu_expert_bytes)]
+    assert not made.memory.short
+
+
+def test_it_is_divided_over_ranks(tmp_path: Path) -> None:
+    """MXFP4's blocks of 32 values are not cut: experts that are as wide as one block stay whole."""
+    for width, whole in ((64, False), (32, True)):
+        folder = tmp_path / str(width)
+        save_mxfp4(tiny(1, moe_intermediate_size=width), folder)
+        plan = planned(folder, tensor_parallel=2)
+        attention, experts = plan.source.config.layers[0].attention, plan.source.config.experts
+        assert (attention.heads, attention.kv_heads, attention.window) == (2, 1, 16)
+        assert plan.shard.whole_experts == whole and experts.intermediate == 32
+        assert plan.source.tensor("model.layers.0.self_attn.sinks").shape == (2,)

@@ -17,6 +17,7 @@ from testing.models.shapes import config
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 6), (10, 0)
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+CPU, WORKSPACE = torch.device("cpu"), torch.zeros(64, dtype=torch.uint8)
 
 
 class Wrapper:
@@ -55,13 +56,12 @@ def make(monkeypatch: pytest.MonkeyPatch):
         parts = {"flashinfer": FlashInfer, "engine.ops.gpu_kernels": Ops}
         monkeypatch.setattr(module, "flashinfer_available", lambda: (True, ""))
         monkeypatch.setattr(module.importlib, "import_module", lambda name: parts[name])
-        monkeypatch.setattr(module, "WORKSPACE_BYTES", 64)
         monkeypatch.setattr(module, "pinned", lambda values: torch.tensor(values, dtype=torch.int32))
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         return FlashInferAttention(
-            config(head_dim=64).layers[0].attention, [0, 1], 4, BF16, torch.device("cpu"), 4, 4, **options
+            config(head_dim=64).layers[0].attention, [0, 1], 4, BF16, CPU, 4, 4, workspace=WORKSPACE, **options
         )
 
     return attention

@@ -120,6 +120,17 @@ def test_memory_of_a_gpu(model):
     assert not gpu_items(divided, model, 2, "cuda", "reference")
 
 
+def test_each_attention_has_plans_of_its_own(model):
+    """And all of them one workspace: layers with a window beside layers without, of gpt-oss."""
+    layers = [replace(layer, attention=replace(layer.attention, window=16)) for layer in model.layers[:1]]
+    two = replace(model, layers=(*layers, *model.layers[1:]))
+    config = EngineConfig(max_num_seqs=16, max_adapter_slots=0, cuda_graphs="off")
+    (one, one_pinned), (both, both_pinned) = (
+        [item.num_bytes for item in gpu_items(config, of, 2)] for of in (model, two)
+    )
+    assert both_pinned == 2 * one_pinned and both - one == one_pinned
+
+
 def test_prefill_is_streamed_where_the_rules_say(model):
     assert choose(EngineConfig(), model, GPU).streams_prefill
     assert choose(EngineConfig(), model, GPU).expert_option("prefill_threshold", 0) == "auto"

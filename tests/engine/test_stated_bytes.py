@@ -11,7 +11,7 @@ import torch
 
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu.backend import GpuExperts
-from engine.experts.gpu.layout import Sizes, expert_layout
+from engine.experts.gpu.layout import Elementwise, Sizes, expert_layout
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts, layer_bytes
 from engine.experts.reference import ReferenceExperts
@@ -79,6 +79,9 @@ def test_gpu_experts_and_projections(kind: str, dtype: torch.dtype, quantise: st
     gpu = GpuExperts(CONFIG, dtype, CPU, **SIZES, quantise=quantise, pack=pack)
     gpu.load_layer(0, store)
     assert gpu.num_bytes == E * expert_layout(store, dtype.itemsize, quantise).num_bytes
+    biased = GpuExperts(CONFIG, dtype, CPU, **SIZES, quantise=quantise, pack=pack)
+    biased.load_layer(0, Layer(kind, biased=True).store)
+    assert biased.num_bytes == gpu.num_bytes + Elementwise.planned_bytes(Sizes.of(CONFIG))
     weight = store.expert("gate", 0)
     linear = GpuLinearBackend(dtype, CPU, 2, 16, quantise, pack).load("p", weight, None)
     stated = matrix_of(weight, dtype.itemsize, quantise).num_bytes

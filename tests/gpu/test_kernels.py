@@ -65,6 +65,26 @@ def test_qk_norm_rope_of_slices(kernel_device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads,dim", [(64, 64), (5, 128), (3, 96)])
+def test_share_with_sinks(kernel_device, dtype, heads, dim):
+    """Attention without sinks and the sums of its softmax -> the softmax over the sink too; a NaN stays in its head."""
+    from engine.ops.gpu_kernels import share_with_sinks
+
+    g, tokens, seen = torch.Generator().manual_seed(heads), 7, 11
+    scores = 3 * torch.randn(tokens, heads, seen, generator=g)
+    values, sinks = torch.randn(tokens, heads, seen, dim, generator=g), 4 * torch.randn(heads, generator=g)
+    shares = torch.cat((scores, sinks[None, :, None].expand(tokens, heads, 1)), -1).softmax(-1)[..., :-1]
+    expected = torch.einsum("ths,thsd->thd", shares, values)
+    out = torch.einsum("ths,thsd->thd", scores.softmax(-1), values).to(kernel_device, dtype)
+    sums = (scores.logsumexp(-1) / np.log(2)).to(kernel_device)
+    sums[2, 1] = float("nan")
+    share_with_sinks(out, sums, sinks.to(kernel_device))
+    assert bool(out[2, 1].isnan().all())
+    out[2, 1] = expected[2, 1].to(kernel_device, dtype)
+    close(out, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,dim", [(1, 64), (5, 2048), (3, 96)])
 def test_add_gated(kernel_device, dtype, rows, dim):
     from engine.ops.gpu_kernels import add_gated

@@ -23,7 +23,7 @@ from engine.messages import Failed, Finished
 from engine.ops.gpu import GpuOps
 from scheduler.plan import StepPlan
 from testing.harness import Harness, greedy
-from testing.models.tiny import PLAIN_EXPERTS, save_hf, tiny_model
+from testing.models.tiny import FAMILIES, save_hf, tiny_model
 from tests.engine.family import Family
 from tests.engine.parity import CLEAR, prompts
 
@@ -72,7 +72,7 @@ def test_float32_adapters_equal_merged_models(family):
 
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("name", PLAIN_EXPERTS)  # others are refused on a GPU
+@pytest.mark.parametrize("name", FAMILIES)
 def test_bf16_error_is_bounded(tmp_path_factory, name, mix, graphs):
     folder = tmp_path_factory.mktemp("files")
     runs = [

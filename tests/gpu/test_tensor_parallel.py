@@ -72,21 +72,40 @@ on_gpus = pytest.mark.parametrize(
 )
 
 
+def with_fa2(folder: Path, rules: str) -> str:
+    """A file of shipped rules; fa3 takes minutes to compile."""
+    file = folder / "rules.yaml"
+    shipped = (Path(rules_folder.__file__).parent / f"{rules}.yaml").read_text()
+    attention = "class: ktserve.attention.flashinfer\n    kwargs:\n"
+    assert attention in shipped
+    file.write_text(shipped.replace(attention, f"{attention}      prefill: fa2\n"))
+    return str(file)
+
+
 @on_gpus
 @pytest.mark.parametrize(
     ("rules", "config"), [("gpu", {}), ("gpu", {"expert_parallel": True}), ("gpu-cpu-experts", {})]
 )
 def test_several_gpus_differ_from_one_by_rounding(family, tmp_path, rules, config, ranks):
-    file = tmp_path / "rules.yaml"
-    shipped = (Path(rules_folder.__file__).parent / f"{rules}.yaml").read_text()
-    attention = "class: ktserve.attention.flashinfer\n    kwargs:\n"
-    assert attention in shipped
-    file.write_text(shipped.replace(attention, f"{attention}      prefill: fa2\n"))  # fa3 takes minutes to compile
-    exact = answers(family, device="cpu", dtype="float32")
-    one = errors(answers(family, **GPU, rules=str(file)), exact)
-    several = errors(answers(family, **GPU, rules=str(file), tensor_parallel=ranks, **config), exact)
+    file, exact = with_fa2(tmp_path, rules), answers(family, device="cpu", dtype="float32")
+    one = errors(answers(family, **GPU, rules=file), exact)
+    several = errors(answers(family, **GPU, rules=file, tensor_parallel=ranks, **config), exact)
     assert len(several) > len(NAMES) + 11, "no decode step was compared"
     assert np.mean(several) < 2 * np.mean(one) + 0.02
+
+
+@on_gpus
+@pytest.mark.parametrize("config", [{}, {"expert_parallel": True}], ids=["divided", "whole experts"])
+def test_sinks_and_biases_of_experts_are_divided(tmp_path, config, ranks):
+    """gpt-oss, of which every token has all experts, so that rounding flips none."""
+    shape = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
+    shape |= {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "sliding_window": 16}
+    family = Family(tmp_path, 2, family="gpt_oss", mlp_only_layers=[], **shape)
+    file, exact = with_fa2(tmp_path, "gpu"), answers(family, device="cpu", dtype="float32")
+    one = errors(answers(family, **GPU, rules=file), exact)
+    several = errors(answers(family, **GPU, rules=file, tensor_parallel=ranks, **config), exact)
+    assert len(several) > len(NAMES) + 11, "no decode step was compared"
+    assert np.mean(several) < 2 * np.mean(one) + 0.02, f"{np.mean(several):.4f}, of one GPU {np.mean(one):.4f}"
 
 
 @on_gpus

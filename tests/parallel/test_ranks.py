@@ -132,6 +132,27 @@ def test_heads_of_latent_attention_are_divided(tmp_path):
     engine.close()
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"expert_parallel": True},
+        pytest.param(
+            {"rules": None, "pack_cache": "off"}, marks=pytest.mark.skipif(not available()[0], reason=available()[1])
+        ),
+    ],
+    ids=["torch", "whole-experts", "native"],
+)
+def test_sinks_and_biases_of_experts_are_divided(tmp_path, config):
+    """gpt-oss, within its window and beyond it: a bias that is added to a sum counts once."""
+    family = Family(tmp_path, 2, family="gpt_oss", mlp_only_layers=[], sliding_window=8)
+    names, asked = [None, "adapter-0", "adapter-1"], prompts(4, [5, 20, 9])
+    engine = family.engine(tensor_parallel=2, **config)
+    for name, prompt, tokens in zip(names, asked, engine.generate(asked, names), strict=True):
+        family.expect(name, prompt, tokens)
+    engine.close()
+
+
 def test_experts_may_stay_whole_on_rank_0(family, alone, monkeypatch):
     """As beside GPUs, where the CPU computes them."""
     monkeypatch.setattr("engine.planning.ranks.divides_experts", lambda placement: False)

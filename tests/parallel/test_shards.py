@@ -37,9 +37,10 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_parts_make_the_whole(tmp_path, family):
-    """Rows of q and k too that a file has in another order."""
+    """Rows of q and k too that a file has in another order; heads' sinks; biases, of which the second rank has none
+    that are added to a sum."""
     model = tiny_model(
         3, family=family, num_hidden_layers=1, num_key_value_heads=2, hidden_size=64, moe_intermediate_size=64
     )
@@ -50,13 +51,24 @@ def test_parts_make_the_whole(tmp_path, family):
         parts = [ShardedSource(source, Shard(rank, 2)) for rank in range(2)]
         for name in parts[0].names():
             whole, axis = source.tensor(name).dequantise(), 1 if "o_proj" in name else 0
+            if name.endswith("o_proj.bias"):
+                assert not parts[1].has(name) and torch.equal(parts[0].tensor(name).dequantise(), whole)
+                continue
             held = [part.tensor(name).dequantise() for part in parts]
-            divided = any(word in name for word in ("_proj", "lm_head"))
+            divided = any(word in name for word in ("_proj", "lm_head", "sinks"))
             assert torch.equal(torch.cat(held, axis) if divided else held[0], whole), name
             assert all(tuple(h.shape) == part.tensor(name).shape for h, part in zip(held, parts, strict=True))
         for projection, axis in (("gate", 1), ("up", 1), ("down", 2)):
             held = [part.experts(0).stacked(projection, torch.float32) for part in parts]
             assert torch.equal(torch.cat(held, axis), source.experts(0).stacked(projection, torch.float32))
+        whole_experts = [ShardedSource(source, Shard(rank, 2, whole_experts=True)) for rank in range(2)]
+        for projection, bias in source.experts(0).biases.items():
+            first, second = (part.experts(0).biases[projection].dequantise() for part in parts)
+            down = projection == "down"
+            assert torch.equal(first if down else torch.cat((first, second), 1), bias.dequantise())
+            assert not down or (second.shape == first.shape and not second.any())
+            held = [part.experts(0).biases[projection].dequantise() for part in whole_experts]
+            assert torch.equal(torch.cat(held), bias.dequantise())
 
 
 def test_the_parts_of_an_adapter_add_up():

@@ -12,6 +12,7 @@ P = TypeVar("P", bound="Part")
 # Projections that ranks divide, by the last part of their name; all else is whole on every rank.
 BY_OUTPUTS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj")
 BY_INPUTS = ("o_proj", "down_proj")
+BY_HEADS = ("self_attn.sinks",)  # vectors of a value a head, which are divided with the heads
 
 
 @dataclass(frozen=True)

@@ -189,8 +189,6 @@ class Sparse:
         yield from self._divided_beside(step)
 
     def _divided_beside(self, step: int) -> Iterator[Divided]:
-        if self.expert_bias:
-            yield Divided("experts with biases", 1)
         if self.shared is not None:
             yield from self.shared.mlp.divided(step)
 

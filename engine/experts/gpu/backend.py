@@ -12,7 +12,7 @@ from engine.errors import AdapterError, ExpertBackendError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertPlaces, TouchedExperts
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
-from engine.experts.gpu.layout import PROJECTIONS, ExpertLayout, Sizes, expert_layout, lora_blocks
+from engine.experts.gpu.layout import PROJECTIONS, Elementwise, ExpertLayout, Sizes, expert_layout, lora_blocks
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora, padded_rank
 from engine.weights.store import ExpertStore
@@ -61,8 +61,9 @@ class GpuExperts(ExpertBackend):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights on the GPU."""
-        return sum(t.expert_slots.numel() * t.expert_slots.element_size() for t in self._layers.values())
+        """Bytes of the weights and biases on the GPU."""
+        held = self._layers.values()
+        return sum(t.expert_slots.numel() * t.expert_slots.element_size() + t.elementwise.num_bytes for t in held)
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         layout = expert_layout(store, self._dtype.itemsize, self._quantise)
@@ -70,7 +71,10 @@ class GpuExperts(ExpertBackend):
         slots, experts = self._compute.max_slots, self._sizes.experts
         place = torch.arange(experts, dtype=torch.int32, device=self._device).repeat(slots, 1)
         address = torch.zeros(slots, experts, dtype=torch.int64, device=self._device)
-        self._layers[layer] = LayerTables(expert_slots, place, address, layout, self._touched.counts[layer])
+        elementwise = Elementwise.of(store, self._sizes, self._device)
+        self._layers[layer] = LayerTables(
+            expert_slots, place, address, layout, self._touched.counts[layer], elementwise
+        )
 
     @torch.inference_mode(False)
     def _expert_slots(self, store: ExpertStore, layout: ExpertLayout) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
 from engine.experts.gpu.index import MOST_CHOICES, Index, add_touched, build, most_blocks
-from engine.experts.gpu.layout import ExpertLayout, Sizes
+from engine.experts.gpu.layout import SILU_ALONE, Elementwise, ExpertLayout, Sizes
 from engine.experts.gpu.products import (
     LEAST_BLOCK_ROWS,
     Product,
@@ -42,6 +42,16 @@ class LayerTables:
     lora_address: torch.Tensor  # int64 [slots, E]: an expert's LoRA block, 0 if it has none
     layout: ExpertLayout | None = None  # how an expert lies in its slot; None: plain numbers of the model's dtype
     touched: torch.Tensor | None = None  # int64 []: calls add their distinct experts, of which none is elsewhere
+    elementwise: Elementwise = SILU_ALONE
+
+    @property
+    def biased(self) -> bool:
+        return self.elementwise.biases is not None
+
+    @property
+    def biases(self) -> torch.Tensor:
+        """For kernels, which read nothing of it where there are none."""
+        return self.place if self.elementwise.biases is None else self.elementwise.biases
 
 
 @dataclass(frozen=True)
@@ -149,11 +159,12 @@ class GpuCompute:
         blocks = most_blocks(b.ids.numel(), s.experts, tiles.bm)
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
         common |= {"T": 2 * self.max_rank, "BM": tiles.bm}
+        activation, biases = layer.elementwise.constants, layer.biases
         address, ranks = layer.lora_address, slots.ranks
         a_tiles = self.max_rank // RANK_STEP
         gates, downs = self._products(layer, tiles, b.max_rows)
         y = self._y.view(torch.float32 if b.max_rows <= WIDE_ROWS else self.dtype)
-        wide = common | {"LORA": lora, "R": RANK_STEP}
+        wide = common | {"LORA": lora, "R": RANK_STEP, "BIASED": layer.biased}
 
         def lora_a(x: torch.Tensor, is_down: bool) -> None:
             kernels.lora_a[(blocks, a_tiles if is_down else 2 * a_tiles)](
@@ -166,14 +177,14 @@ class GpuCompute:
             lora_a(b.hidden, False)
         for gate_up, place in gates:
             gate_up.kernel[gate_up.grid(blocks, s.inner)](
-                b.hidden, gate_up.expert_slots, place, self._h, self._t, b.slots, *tables, address, ranks,
-                **wide, BN=gate_up.columns, **gate_up.constants,
+                b.hidden, gate_up.expert_slots, place, self._h, self._t, biases, b.slots, *tables, address, ranks,
+                **wide, **activation, BN=gate_up.columns, **gate_up.constants,
             )  # fmt: skip
         if lora:
             lora_a(self._h, True)
         for down, place in downs:
             down.kernel[down.grid(blocks, s.hidden)](
-                self._h, down.expert_slots, place, y, self._t, b.weights, b.slots, *tables, address, ranks,
+                self._h, down.expert_slots, place, y, self._t, b.weights, biases, b.slots, *tables, address, ranks,
                 **wide, BN=down.columns, **down.constants,
             )  # fmt: skip
         kernels.combine[(b.max_rows, -(-s.hidden // 1024))](
@@ -196,14 +207,15 @@ class GpuCompute:
         s = self.sizes
         self._by_choice = b, layer.place
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
+        common |= {"BIASED": layer.biased}
         tables = (b.bsz, b.ids, b.slots, layer.place)
         gate_up.kernel[gate_up.grid(b.ids.numel(), s.inner)](
             *tables, b.bsz if touched is None else touched, b.hidden, gate_up.expert_slots, self._h,
-            **common, EP=1 << (s.experts - 1).bit_length(), COUNT=touched is not None, BN=gate_up.columns,
-            **gate_up.constants,
+            layer.biases, **common, **layer.elementwise.constants, EP=1 << (s.experts - 1).bit_length(),
+            COUNT=touched is not None, BN=gate_up.columns, **gate_up.constants,
         )  # fmt: skip
         down.kernel[down.grid(b.max_rows, s.hidden)](
-            *tables, self._h, b.weights, down.expert_slots, b.out,
+            *tables, self._h, b.weights, down.expert_slots, b.out, layer.biases,
             **common, J=1 << (s.top_k - 1).bit_length(), BN=down.columns, **down.constants,
         )  # fmt: skip
 

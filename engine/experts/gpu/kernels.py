@@ -1,7 +1,7 @@
 """Grouped matrix products of routed experts, each row with its own adapter inside, as Triton kernels.
 
     lora_a    t = s A x per choice with an adapter                               grid (blocks, 16-row tiles of A)
-    gate_up   h = silu(gate x + Bg t) * (up x + Bu t)                            grid (tiles of MID, blocks)
+    gate_up   h = silu(gate x + Bg t) * (up x + Bu t), or as LIMIT says          grid (tiles of MID, blocks)
     lora_a    t = s A h
     down      y = w (down h + Bd t), one row per choice, float32 or H's type     grid (tiles of H, blocks)
     combine   out = sum of a row's y in the order of its choices
@@ -10,8 +10,8 @@ A block is up to BM choices of one expert (index.py); within it the adapters are
 weights are read once for all of them, and a block of base rows does no LoRA work. Blocks that the batch does not
 have, and those of experts that are not in `place`, end at once. The tiles of a block run beside one another, so that
 its rows are read from memory once, not once for each tile. Sums run in one order whatever the other rows are.
-Layouts: layout.py; SIZE is an expert slot's, in values. Experts that are quantised here have products of their own
-(tiled_kernels.py).
+Layouts: layout.py; SIZE is an expert slot's, in values. BIASED: each product has a bias, float32 [E, 2 MID + H].
+Experts that are quantised here have products of their own (tiled_kernels.py).
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
@@ -30,6 +30,24 @@ def block_of(b, order, start, block_expert, block_first, K: tl.constexpr, BM: tl
     position = tl.load(block_first + b) + tl.arange(0, BM)
     real = position < tl.load(start + e + 1)
     return e, position, real, tl.load(order + position, mask=real, other=0)
+
+
+@triton.jit
+def bias_of(biases, e, n, FIRST: tl.constexpr, H: tl.constexpr, MID: tl.constexpr):
+    """float32 [BN] of expert e: of gate (FIRST is 0), up (MID) or down (2 MID), of its rows n."""
+    return tl.load(biases + e * (2 * MID + H) + FIRST + n)
+
+
+@triton.jit
+def activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """silu(gate) up; with a LIMIT from 0 on `Activation` of engine/architectures/parts/mlp.py. NaN stays NaN."""
+    if LIMIT >= 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        inner = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+    else:
+        inner = gate * tl.sigmoid(gate) * up
+    return inner
 
 
 @triton.jit
@@ -124,8 +142,9 @@ def with_lora_down(
 
 @triton.jit
 def gate_up(
-    x, expert_slots, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    x, expert_slots, place, h, t, biases, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
@@ -147,18 +166,22 @@ def gate_up(
         xs = tl.load(xs_at + k, mask=real[:, None], other=0)
         gate = tl.dot(xs, tl.trans(tl.load(gate_at + k)), gate, input_precision="ieee")
         up = tl.dot(xs, tl.trans(tl.load(gate_at + H * MID + k)), up, input_precision="ieee")
+    if BIASED:
+        gate += bias_of(biases, e, n, 0, H, MID)[None, :]
+        up += bias_of(biases, e, n, MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
         gate, up = with_lora_gate_up(gate, up, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
-    inner = gate * tl.sigmoid(gate) * up
+    inner = activated(gate, up, LIMIT, ALPHA)
     tl.store(h + position[:, None].to(tl.int64) * MID + n[None, :], inner.to(h.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
 def down(
-    h, expert_slots, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    SIZE: tl.constexpr, DOWN_AT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    h, expert_slots, place, y, t, weights, biases, slots, order, start, block_expert, block_first, num_blocks, address,
+    ranks, H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    BIASED: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     if b >= tl.load(num_blocks):
@@ -175,6 +198,8 @@ def down(
     for k in range(0, MID, BK):
         hs = tl.load(hs_at + k, mask=real[:, None], other=0)
         sums = tl.dot(hs, tl.trans(tl.load(down_at + k)), sums, input_precision="ieee")
+    if BIASED:
+        sums += bias_of(biases, e, n, 2 * MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
         sums = with_lora_down(sums, slot, t, position, e, address, ranks, n, H, MID, E, T, R)

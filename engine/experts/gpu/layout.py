@@ -4,7 +4,8 @@
                          each as the file has it, in tiles (engine/weights/tiled), or rows of plain numbers
     LoRA of an expert    | A gate [r, H] | A up [r, H] | A down [r, I] | B gate [I, r] | B up [I, r] | B down [H, r] |
 
-r is padded with zeros to a multiple of 16, the inner size of the smallest matrix instruction.
+r is padded with zeros to a multiple of 16, the inner size of the smallest matrix instruction. Biases of all of a
+layer's experts lie apart (`Elementwise`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.parts.mlp import SILU, Activation
 from engine.errors import ExpertBackendError, UserError
 from engine.lora.adapter import ExpertLora, padded_rank
 from engine.weights.store import ExpertStore, WeightSource
@@ -85,6 +87,46 @@ class ExpertLayout:
     @property
     def num_bytes(self) -> int:
         return sum(matrix.num_bytes for matrix in self.matrices)
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """What a layer's experts compute beside products. `biases`: float32 [E, 2 I + H], of gate, up and down; they stay
+    on the device wherever the weights are."""
+
+    activation: Activation = SILU
+    biases: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, store: ExpertStore, sizes: Sizes, device: torch.device) -> Elementwise:
+        """ExpertBackendError for biases of another shape, ModelFileError for values that are not finite."""
+        if not store.biases:
+            return cls(store.activation)
+        parts = []
+        for name, width in zip(PROJECTIONS, (sizes.inner, sizes.inner, sizes.hidden), strict=True):
+            bias = store.biases[name]
+            if bias.shape != (shape := (sizes.experts, width)):
+                raise ExpertBackendError(f"{bias.name} is {bias.shape}; the model's {name} has biases {shape}")
+            parts.append(bias.dequantise(torch.float32))
+        return cls(store.activation, torch.cat(parts, 1).to(device))
+
+    @staticmethod
+    def planned_bytes(sizes: Sizes) -> int:
+        """Of a layer with biases."""
+        return 4 * sizes.experts * (2 * sizes.inner + sizes.hidden)
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.biases is None else self.biases.numel() * self.biases.element_size()
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """The activation for kernels, to which a negative limit is none."""
+        limit = self.activation.limit
+        return {"LIMIT": -1.0 if limit is None else float(limit), "ALPHA": float(self.activation.alpha)}
+
+
+SILU_ALONE = Elementwise()
 
 
 def expert_layout(store: ExpertStore, element_bytes: int, quantise: str | None) -> ExpertLayout:

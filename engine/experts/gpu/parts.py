@@ -1,9 +1,9 @@
-"""What computes CPU experts' layers on a GPU: the kernels, the weights' source, the adapters. One set serves the hybrid
-backend and streamed prefill around it."""
+"""What computes CPU experts' layers on a GPU: the kernels, the weights' source, biases, the adapters. One set serves
+the hybrid backend and streamed prefill around it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,8 +11,9 @@ from engine.architectures.config import ModelConfig
 from engine.experts.capabilities import PackedWeights
 from engine.experts.gpu.adapters import HostAdapters
 from engine.experts.gpu.compute import GpuCompute
-from engine.experts.gpu.layout import Sizes
-from engine.experts.gpu.source import PackedSource
+from engine.experts.gpu.layout import Elementwise, Sizes
+from engine.experts.gpu.source import PackedLayer, PackedSource
+from engine.weights.store import ExpertStore
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class GpuParts:
     compute: GpuCompute
     source: PackedSource
     adapters: HostAdapters
+    elementwise: dict[int, Elementwise] = field(default_factory=dict)  # by layer
 
     @classmethod
     def make(
@@ -43,3 +45,14 @@ class GpuParts:
             PackedSource(packed, sizes, device),
             HostAdapters(sizes, dtype, max_slots=max_slots, max_rank=max_rank, pin=pin),
         )
+
+    def load(self, layer: int, store: ExpertStore) -> PackedLayer:
+        """A layer that the CPU backend has loaded of this store."""
+        if layer not in self.elementwise:
+            self.elementwise[layer] = Elementwise.of(store, self.sizes, self.compute.device)
+        return self.source.add(layer)
+
+    def close(self) -> None:
+        """No step may be in flight."""
+        self.elementwise.clear()
+        self.source.close()

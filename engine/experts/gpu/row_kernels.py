@@ -1,12 +1,12 @@
 """Routed experts for steps of few rows without adapters: each choice by itself, without an index.
 
-    gate_up_choices   h = silu(gate x) * (up x)                                   grid (choices, tiles of MID)
+    gate_up_choices   h = silu(gate x) * (up x), or as LIMIT says                 grid (choices, tiles of MID)
     down_choices      out = sum of w (down h) in the order of a row's choices     grid (rows, tiles of H)
 
 Experts that several rows chose are read as often, and count once: COUNT adds a step's distinct experts to `touched`
 int64 []. Of tiles, rows' values are int8 by groups in all products (engine/weights/tiled/dots.py); `W*` are
 Matrix.constants, `*_AT` a matrix's place in an expert slot of SIZE bytes. Plain numbers (`plain_*`, SIZE in values)
-are multiplied in float32.
+are multiplied in float32. BIASED, LIMIT and ALPHA as in kernels.py.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,attr-defined"
@@ -15,15 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.experts.gpu.kernels import activated, bias_of
 from engine.weights.tiled.dots import row_products
 
 
 @triton.jit
 def _expert_slot(bsz, ids, slots, place, choice, K: tl.constexpr, E: tl.constexpr):
-    """The expert slot of a choice's expert; -1 if it is not computed here."""
+    """(a choice's expert, its expert slot: -1 if it is not computed here)."""
     row = choice // K
     expert = tl.load(ids + choice, mask=row < tl.load(bsz), other=-1)
-    return tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
+    return expert, tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
 
 
 @triton.jit
@@ -39,14 +40,15 @@ def _count(touched, ids, choice, E: tl.constexpr, EP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["touched"])
 def gate_up_choices(
-    bsz, ids, slots, place, touched, x, expert_slots, h,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr,
+    bsz, ids, slots, place, touched, x, expert_slots, h, biases,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr,
     WG: tl.constexpr, WU: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
     EP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
     row = choice // K
-    expert_slot = _expert_slot(bsz, ids, slots, place, choice, K, E)
+    expert, expert_slot = _expert_slot(bsz, ids, slots, place, choice, K, E)
     if expert_slot < 0:
         return
     if COUNT:  # noqa: SIM102 - a constant of the kernel, and a condition within it
@@ -63,14 +65,18 @@ def gate_up_choices(
     else:
         gate = tl.sum(row_products(xs, matrix + one, n, one < 1, WG, 1, 1, BN, TG, ASSEMBLY), 0)
         up = tl.sum(row_products(xs, matrix + UP_AT + one, n, one < 1, WU, 1, 1, BN, TU, ASSEMBLY), 0)
-    inner = gate * tl.sigmoid(gate) * up
+    if BIASED:
+        gate += bias_of(biases, expert, n, 0, H, MID)
+        up += bias_of(biases, expert, n, MID, H, MID)
+    inner = activated(gate, up, LIMIT, ALPHA)
     tl.store(h + choice.to(tl.int64) * MID + n, inner.to(h.dtype.element_ty))
 
 
 @triton.jit
 def down_choices(
-    bsz, ids, slots, place, h, weights, expert_slots, out,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
+    bsz, ids, slots, place, h, weights, expert_slots, out, biases,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    BIASED: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
     WD: tl.constexpr, TD: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """J: a power of two from K on."""
@@ -86,6 +92,9 @@ def down_choices(
     hs = h + tl.where(real, choice, row * K).to(tl.int64) * MID
     matrix = expert_slots + tl.where(real, expert_slot, 0).to(tl.int64) * SIZE + DOWN_AT
     sums = row_products(hs, matrix, n, real, WD, J, J, BN, TD, ASSEMBLY)
+    if BIASED:
+        own = tl.where(real, expert, 0)[:, None]
+        sums += tl.load(biases + own * (2 * MID + H) + 2 * MID + n[None, :])
     weight = tl.load(weights + choice, mask=real, other=0)
     total = tl.sum(tl.where(real[:, None], sums * weight[:, None], 0.0), 0)
     tl.store(out + row.to(tl.int64) * H + n, total.to(out.dtype.element_ty))
@@ -93,12 +102,13 @@ def down_choices(
 
 @triton.jit(do_not_specialize=["touched"])
 def plain_gate_up_choices(
-    bsz, ids, slots, place, touched, x, expert_slots, h,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
+    bsz, ids, slots, place, touched, x, expert_slots, h, biases,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SIZE: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
-    expert_slot = _expert_slot(bsz, ids, slots, place, choice, K, E)
+    expert, expert_slot = _expert_slot(bsz, ids, slots, place, choice, K, E)
     if expert_slot < 0:
         return
     if COUNT:  # noqa: SIM102 - a constant of the kernel, and a condition within it
@@ -114,15 +124,19 @@ def plain_gate_up_choices(
         xs = tl.load(xs_at + at).to(tl.float32)[None, :]
         gate += tl.load(gate_at + at).to(tl.float32) * xs
         up += tl.load(gate_at + MID * H + at).to(tl.float32) * xs
-    gates = tl.sum(gate, 1)
-    inner = gates * tl.sigmoid(gates) * tl.sum(up, 1)
+    gates, ups = tl.sum(gate, 1), tl.sum(up, 1)
+    if BIASED:
+        gates += bias_of(biases, expert, n, 0, H, MID)
+        ups += bias_of(biases, expert, n, MID, H, MID)
+    inner = activated(gates, ups, LIMIT, ALPHA)
     tl.store(h + choice.to(tl.int64) * MID + n, inner.to(h.dtype.element_ty))
 
 
 @triton.jit
 def plain_down_choices(
-    bsz, ids, slots, place, h, weights, expert_slots, out,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, SIZE: tl.constexpr,
+    bsz, ids, slots, place, h, weights, expert_slots, out, biases,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    BIASED: tl.constexpr, SIZE: tl.constexpr,
     J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """J: a power of two from K on."""
@@ -145,4 +159,8 @@ def plain_down_choices(
             hs = tl.load(hs_at + choice * MID + at, mask=(mine >= 0) & (k < BK), other=0).to(tl.float32)
             ws = tl.load(down_at + mine.to(tl.int64) * SIZE + at, mask=(mine >= 0) & (n < H)[:, None], other=0)
             sums += ws.to(tl.float32) * (hs * scale)[None, :]
-    tl.store(out + row.to(tl.int64) * H + n, tl.sum(sums, 1).to(out.dtype.element_ty))
+    total = tl.sum(sums, 1)
+    if BIASED:  # of all choices, times their weights, which are zero elsewhere
+        own = tl.where(expert_slot >= 0, expert, 0)[:, None]
+        total += tl.sum(tl.load(biases + own * (2 * MID + H) + 2 * MID + n[None, :]) * weight[:, None], 0)
+    tl.store(out + row.to(tl.int64) * H + n, total.to(out.dtype.element_ty))

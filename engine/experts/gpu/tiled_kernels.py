@@ -12,15 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.experts.gpu.kernels import adapter_slots, block_of, with_lora_down, with_lora_gate_up
+from engine.experts.gpu.kernels import activated, adapter_slots, bias_of, block_of, with_lora_down, with_lora_gate_up
 from engine.weights.tiled.dots import row_products
 from engine.weights.tiled.kernels import product, vector
 
 
 @triton.jit
 def gate_up(
-    x, expert_slots, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    x, expert_slots, place, h, t, biases, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     WG: tl.constexpr, WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TOGETHER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -40,18 +41,21 @@ def gate_up(
     else:
         gate = product(xs, real, weights, n, WG, BM, BN, FAST, STEP, FIRST)
         up = product(xs, real, weights + UP_AT, n, WU, BM, BN, FAST, STEP, FIRST)
+    if BIASED:
+        gate += bias_of(biases, e, n, 0, H, MID)[None, :]
+        up += bias_of(biases, e, n, MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
         gate, up = with_lora_gate_up(gate, up, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
-    inner = gate * tl.sigmoid(gate) * up
+    inner = activated(gate, up, LIMIT, ALPHA)
     tl.store(h + position[:, None].to(tl.int64) * MID + n[None, :], inner.to(h.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
 def down(
-    h, expert_slots, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
+    h, expert_slots, place, y, t, weights, biases, slots, order, start, block_expert, block_first, num_blocks, address,
+    ranks, H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -61,6 +65,8 @@ def down(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     matrix = expert_slots + tl.load(place + e).to(tl.int64) * SIZE + DOWN_AT
     sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, FAST, STEP, FIRST)
+    if BIASED:
+        sums += bias_of(biases, e, n, 2 * MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
         sums = with_lora_down(sums, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
@@ -89,8 +95,9 @@ def lora_row(sums, t_at, b_at, rank, n, R: tl.constexpr):
 
 @triton.jit
 def gate_up_rows(
-    x, expert_slots, place, h, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    x, expert_slots, place, h, t, biases, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     WG: tl.constexpr, WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -107,6 +114,9 @@ def gate_up_rows(
         x_at = x + row.to(tl.int64) * H
         gate = one_row(x_at, weights, n, WG, BN, TG, FAST)
         up = one_row(x_at, weights + UP_AT, n, WU, BN, TU, FAST)
+        if BIASED:
+            gate += bias_of(biases, e, n, 0, H, MID)
+            up += bias_of(biases, e, n, MID, H, MID)
         if LORA:
             slot = tl.load(slots + row)
             lora_at = tl.load(address + slot * E + e)
@@ -116,15 +126,15 @@ def gate_up_rows(
                 t_at = t + position * T
                 gate = lora_row(gate, t_at, lora, rank, n, R)
                 up = lora_row(up, t_at + rank, lora + rank * MID, rank, n, R)
-        inner = gate * tl.sigmoid(gate) * up
+        inner = activated(gate, up, LIMIT, ALPHA)
         tl.store(h + position * MID + n, inner.to(h.dtype.element_ty))
 
 
 @triton.jit
 def down_rows(
-    h, expert_slots, place, y, t, weights, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
-    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr, TD: tl.constexpr,
+    h, expert_slots, place, y, t, weights, biases, slots, order, start, block_expert, block_first, num_blocks, address,
+    ranks, H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr, TD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -138,6 +148,8 @@ def down_rows(
     for position in range(first, last):
         choice = tl.load(order + position)
         sums = one_row(h + position * MID, matrix, n, WD, BN, TD, FAST)
+        if BIASED:
+            sums += bias_of(biases, e, n, 2 * MID, H, MID)
         if LORA:
             slot = tl.load(slots + choice // K)
             lora_at = tl.load(address + slot * E + e)

@@ -134,7 +134,7 @@ class HybridExperts(ExpertBackend):
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         self._inner.load_layer(layer, store)
-        layout = self.parts.source.add(layer).layout(self._dtype.itemsize)
+        layout = self.parts.load(layer, store).layout(self._dtype.itemsize)
         if layout.num_bytes > self._expert_slots.shape[1]:
             raise ExpertBackendError(
                 f"an expert of layer {layer} takes {layout.num_bytes} bytes on the GPU; expert slots are of "
@@ -171,7 +171,10 @@ class HybridExperts(ExpertBackend):
         hot = self._hot(task)
         self._rest.post(task, hot, stream)
         layout = self.parts.source[task.layer].layout(self._dtype.itemsize)
-        layer = LayerTables(self._expert_slots, hot.place, self._tables.address[number], layout)
+        layer = LayerTables(
+            self._expert_slots, hot.place, self._tables.address[number], layout,
+            elementwise=self.parts.elementwise[task.layer],
+        )  # fmt: skip
         with on_stream(stream, self._device):
             self.parts.compute.run(b, layer, self._tables.slots, number, hot.extra, lora=self._lora)
 
@@ -186,5 +189,5 @@ class HybridExperts(ExpertBackend):
         """No step may be in flight."""
         if self._profile is not None:
             self._profile.close(self.mover.policy.average)
-        self.parts.source.close()
+        self.parts.close()
         self._inner.close()

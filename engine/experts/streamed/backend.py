@@ -89,6 +89,7 @@ class StreamedExperts(ExpertBackend):
             max_slots=max_slots,
             max_rank=max_rank,
         )
+        self._parts = parts
         self._sizes, self._compute = parts.sizes, parts.compute
         self._source, self._adapters = parts.source, parts.adapters
         self._touched = needed(inner, TouchedExperts)  # which counts in steps that are not streamed
@@ -121,11 +122,11 @@ class StreamedExperts(ExpertBackend):
 
     def load_layer(self, layer: int, store: ExpertStore) -> None:
         self._inner.load_layer(layer, store)
-        self.add_source(layer)
+        self.add_source(layer, store)
 
-    def add_source(self, layer: int) -> None:
-        """Stream a layer that the backend within has loaded already."""
-        self._source.add(layer)
+    def add_source(self, layer: int, store: ExpertStore) -> None:
+        """Stream a layer that the backend within has loaded of this store already."""
+        self._parts.load(layer, store)
 
     def set_adapter(self, slot: int, layers: dict[int, ExpertLora] | None) -> None:
         self._inner.set_adapter(slot, layers)
@@ -170,7 +171,8 @@ class StreamedExperts(ExpertBackend):
                 self._layers.fetch(self._order[number + 1])
             beside = self._buffers[self._layers.number(task.layer)]
             layout, touched = self._layers.layout(task.layer), self._touched.counts[task.layer]
-            tables = LayerTables(expert_slots, beside.place, beside.address, layout, touched)
+            elementwise = self._parts.elementwise[task.layer]
+            tables = LayerTables(expert_slots, beside.place, beside.address, layout, touched, elementwise)
             b = task.buffers
             self._compute.run(b, tables, self._slots, number, b.out, lora=self._lora)
             self._layers.release(task.layer)
@@ -183,7 +185,7 @@ class StreamedExperts(ExpertBackend):
         """No step may be in flight."""
         self._buffers.clear()
         self._layers.close()
-        self._source.close()
+        self._parts.close()
         self._inner.close()
 
     # ---- copies
