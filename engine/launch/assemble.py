@@ -91,8 +91,6 @@ def _assemble(
         runner.notes += leader.notes
     if backends.cache is not None:
         runner.notes += backends.cache.report()
-    if plan.memory.num_snapshots and plan.memory.snapshot_blocks:
-        runner.idle_memory = IdleMemory(*_planes(model.attention_backends))
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
     if backends.device.type == "cuda":
         runner.notes.append(f"steps of at most {plan.token_budget} tokens (--max-num-batched-tokens)")
@@ -177,6 +175,8 @@ def load_runner(plan: EnginePlan, backends: Backends, group: Group, progress: Pr
     tracing = bool(config.profile_dir)
     runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
     runner.spare_cpus = backends.spare_cpus
+    if plan.memory.num_snapshots and plan.memory.snapshot_blocks:
+        runner.idle_memory = IdleMemory(*_planes(model.attention_backends))
     return runner
 
 
