@@ -20,14 +20,13 @@ from testing.models.quantised import FP8_CONFIG, save_quantised
 from testing.models.tiny import STATEFUL, save_hf, tiny_model
 from tests.engine.parity import CLEAR, prompts
 from tests.engine.test_state_logits import Knowing
-from tests.engine.test_states import ATTENTION, DELTA, EXPERTS, SHARED, trained
+from tests.engine.test_states import ATTENTION, DELTA, EXPERTS, SEPARATE, SHARED, trained
 from tests.parallel import forks
 
 SHAPE = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
     "shared_expert_intermediate_size": 128, "moe_intermediate_size": 128,
 }  # fmt: skip
-SEPARATE = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]  # Qwen3.5's projections
 
 
 @pytest.fixture(scope="module", autouse=True)
