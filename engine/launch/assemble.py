@@ -132,7 +132,7 @@ def _assemble(
     )
     disk = None
     if store is not None and scheduler.disk is not None:
-        disk = store.serve(plan, *_planes(model.attention_backends), scheduler.disk)
+        disk = store.serve(plan, scheduler.disk, runner.arrival, model.attention_backends)
     profiler = None
     if config.profile_dir:
         kv_bytes = sum(b.kv_bytes_per_token for b in model.attention_backends)
@@ -234,8 +234,8 @@ def pad_decode(runner: ModelRunner, plan: EnginePlan, decode: str, progress: Pro
 
 def _planes(backends: list[CacheBackend]) -> tuple[list[Bytes], list[Bytes]]:
     """Of blocks, and of slots of states."""
-    blocks = [plane for each in backends if isinstance(each, AttentionBackend) for plane in each.kv_planes()]
-    slots = [plane for each in backends if isinstance(each, DeltaBackend) for plane in each.state_planes()]
+    blocks = [plane for each in backends if isinstance(each, AttentionBackend) for plane in each.host_planes()]
+    slots = [plane for each in backends if isinstance(each, DeltaBackend) for plane in each.host_planes()]
     return blocks, slots
 
 

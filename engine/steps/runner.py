@@ -145,6 +145,11 @@ class ModelRunner:
         step.launched_s = launched_s
         return step
 
+    def arrival(self) -> Arrival:
+        """The point up to which steps have been launched."""
+        with self._launching():
+            return Arrival(self.device)
+
     def release(self, idle: Idle | None) -> None:
         """Before a step: memory that blocks and snapshots leave to each other goes back to the system."""
         if idle is not None and self.idle_memory is not None:

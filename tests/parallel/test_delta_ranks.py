@@ -154,7 +154,7 @@ def test_a_rank_s_states_are_planned_for(model_folder):
     assert two.plan.memory.num_states == one.plan.memory.num_states
     held = [
         sum(plane.nbytes for each in engine.runner.model.attention_backends if isinstance(each, DeltaBackend)
-            for plane in each.state_planes()) / engine.plan.memory.state_slots
+            for plane in each.host_planes()) / engine.plan.memory.state_slots
         for engine in (one, two)
     ]  # fmt: skip
     assert held[0] == 2 * held[1] == whole.state_bytes
