@@ -108,7 +108,7 @@ class DeviceUnits(Units):
             return
         stream = self._streams.pop()
         try:
-            with torch.cuda.stream(stream):
+            with torch.inference_mode(), torch.cuda.stream(stream):
                 yield
             stream.synchronize()
         finally:
