@@ -70,7 +70,7 @@ test: setup $(VENV)/.train
 # when it is imported.
 TRITON := 3.8.0
 KERNELS := tests/gpu/test_kernels.py tests/gpu/test_latent_kernels.py tests/gpu/test_training_kernels.py \
-  tests/gpu/test_experts_handshake_kernels.py \
+  tests/gpu/test_experts_handshake_kernels.py tests/gpu/test_kv_disk.py::test_planes_of_the_kernels_states_are_the_slots \
   tests/gpu/test_delta_kernels.py 'tests/gpu/test_delta.py::test_kernels_give_the_tokens_of_transformers[qwen3_next-drafts]' \
   tests/gpu/test_fused.py::test_of_equal_experts_the_lower_ones_are_chosen tests/gpu/test_fused.py::test_nan_routes_within_range \
   $(foreach test,a_nan_stays_in_its_row of_any_shape_limit_and_alpha,tests/gpu/test_experts_biased.py::test_$(test)) \

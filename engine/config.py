@@ -230,7 +230,7 @@ class EngineConfig:
     kv_disk: str | None = option(
         None,
         "disk space (e.g. 50GiB) for blocks of the prefix cache: written when they are complete, read again for "
-        "prompts that begin with them when memory has given them away, after a restart too. On a CPU only",
+        "prompts that begin with them when memory has given them away, after a restart too",
         group="Batching",
     )
     kv_disk_dir: str | None = option(

@@ -67,7 +67,7 @@ def delta_config_of_gguf(file: GGUFModel, *, architecture: str, fused_gates: boo
         key_dim=fields.integer("ssm.state_size"),
         value_dim=inner // heads,
         kernel=fields.integer("ssm.conv_kernel", least=2),
-        fused=any(name.endswith(".ssm_in.weight") for name in file.tensors),  # early files
+        fused=fused_gates and any(name.endswith(".ssm_in.weight") for name in file.tensors),  # early files
         fused_gates=fused_gates,
         tiled=not fused_gates and heads > keys,
     )

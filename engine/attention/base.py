@@ -60,6 +60,11 @@ def joined(tables: Iterable[array[int]], counts: Iterable[int]) -> NDArray[np.in
     return np.frombuffer(blocks, np.int32)
 
 
+def unit_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[units, ...], contiguous -> uint8 [units, bytes], a view."""
+    return tensor.flatten(1).view(torch.uint8)
+
+
 @dataclass(frozen=True)
 class KvPlaces:
     """Where a step's keys and values belong."""
@@ -79,10 +84,15 @@ class CacheBackend(ABC):
     def plan(self, batch: BatchLayout) -> None:
         """Host-side work of a step, once, before the first layer of that step."""
 
-    def kv_planes(self) -> list[NDArray[np.uint8]]:
-        """The cache in host memory, as views [n, num_blocks, bytes]: what a block holds is plane[:, block] of each.
+    def host_planes(self) -> list[NDArray[np.uint8]]:
+        """What is kept in host memory, as views [n, units, bytes]: what a unit (a block, or a slot of states) holds is
+        plane[:, unit] of each. EngineError if it is elsewhere."""
+        raise EngineError(f"{type(self).__name__} holds what it keeps outside host memory")
+
+    def device_planes(self) -> list[torch.Tensor]:
+        """What is kept in a GPU's memory, as views uint8 [units, bytes]: what a unit holds is plane[unit] of each.
         EngineError if it is elsewhere."""
-        raise EngineError(f"{type(self).__name__} holds keys and values outside host memory")
+        raise EngineError(f"{type(self).__name__} holds what it keeps outside a GPU's memory")
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine.architectures.parts.delta import DeltaNet
-from engine.attention.base import BatchLayout, CacheBackend
+from engine.attention.base import BatchLayout, CacheBackend, unit_bytes
 from engine.errors import EngineError
 
 CHUNK = 64  # positions that are computed at once
@@ -62,10 +62,6 @@ class DeltaBackend(CacheBackend):
         return 0
 
     @abstractmethod
-    def state_planes(self) -> list[NDArray[np.uint8]]:
-        """The states in host memory, as views [n, slots, bytes]: what a slot holds is plane[:, slot] of each."""
-
-    @abstractmethod
     def mix(self, layer: int, given: DeltaInputs, vectors: DeltaVectors) -> torch.Tensor:
         """Convolution, delta rule and gated norm: [T, value_width] in the activations' dtype. The states of the planned
         step are changed. EngineError without a plan."""
@@ -100,6 +96,7 @@ class ReferenceDeltaNet(DeltaBackend):
 
     def __init__(self, spec: DeltaNet, layers: Sequence[int], slots: StateSlots, device: torch.device) -> None:
         self._spec = spec
+        self._on_gpu = device.type != "cpu"
         heads = (slots.count, spec.value_heads, spec.key_dim, spec.value_dim)
         past = (slots.count, spec.kernel - 1, spec.channels)
         own = (slots.own, slots.kept)
@@ -115,9 +112,14 @@ class ReferenceDeltaNet(DeltaBackend):
         check_layout(batch)
         self._batch = batch
 
-    def state_planes(self) -> list[NDArray[np.uint8]]:
-        held = [*self.states.values(), *self.past.values()]
-        return [each.flatten(1).numpy().view(np.uint8)[None] for each in held]
+    def host_planes(self) -> list[NDArray[np.uint8]]:
+        return super().host_planes() if self._on_gpu else [plane.numpy()[None] for plane in self._planes()]
+
+    def device_planes(self) -> list[torch.Tensor]:
+        return self._planes() if self._on_gpu else super().device_planes()
+
+    def _planes(self) -> list[torch.Tensor]:
+        return [unit_bytes(each) for each in (*self.states.values(), *self.past.values())]
 
     def mix(self, layer: int, given: DeltaInputs, vectors: DeltaVectors) -> torch.Tensor:
         if self._batch is None:

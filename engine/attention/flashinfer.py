@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
-from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, KvPlaces, joined
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, KvPlaces, joined, unit_bytes
 from engine.errors import EngineError, UserError
 
 WORKSPACE_BYTES = 512 << 20  # 128 MiB are too few for a chunk of 512 rows over 2048 positions
@@ -211,6 +211,9 @@ class FlashInferAttention(AttentionBackend):
     @property
     def kv_bytes_per_token(self) -> int:
         return self._token_bytes
+
+    def device_planes(self) -> list[torch.Tensor]:
+        return [unit_bytes(tensor) for pair in self.cache.values() for tensor in pair]
 
     @property
     def _window_left(self) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.architectures.parts.mla import Latent
 from engine.attention import flashinfer
-from engine.attention.base import BLOCK_SIZE, BatchLayout, joined
+from engine.attention.base import BLOCK_SIZE, BatchLayout, joined, unit_bytes
 from engine.attention.flashinfer import PREFILLS, fa3_limit
 from engine.attention.flashinfer_expanded import Expanded, expands_from
 from engine.attention.latent import Expand, LatentBackend
@@ -157,6 +157,9 @@ class FlashInferLatentAttention(LatentBackend):
     @property
     def kv_bytes_per_token(self) -> int:
         return self._token_bytes
+
+    def device_planes(self) -> list[torch.Tensor]:
+        return [unit_bytes(tensor) for tensor in self.cache.values()]
 
     def plan(self, batch: BatchLayout) -> None:
         """Waits until the GPU has taken the arrays of the plan before, which by then it has as a rule."""

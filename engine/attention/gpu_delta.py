@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine.architectures.parts.delta import DeltaNet
-from engine.attention.base import BatchLayout
+from engine.attention.base import BatchLayout, unit_bytes
 from engine.attention.delta import (
     CHUNK,
     DeltaBackend,
@@ -155,8 +155,10 @@ class GpuDeltaNet(DeltaBackend):
     def _sent(self, rows: Sequence[tuple[int, ...]], fields: int) -> torch.Tensor:
         return to_device(_columns(rows, fields, _wide(len(rows))), torch.int32, self._device)
 
-    def state_planes(self) -> list[NDArray[np.uint8]]:
-        raise EngineError(f"{type(self).__name__} holds states outside host memory")
+    def device_planes(self) -> list[torch.Tensor]:
+        """The slots but the last one, which is nobody's."""
+        held = [part for each in self.slots.values() for part in (each.states, each.past)]
+        return [unit_bytes(part[: self._scratch]) for part in held]
 
     def mix(self, layer: int, given: DeltaInputs, vectors: DeltaVectors) -> torch.Tensor:
         if self._planned is None:

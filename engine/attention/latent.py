@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
-from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, CacheBackend
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, CacheBackend, unit_bytes
 from engine.attention.delta import ReferenceDeltaNet, StateSlots
 from engine.attention.reference import ReferenceAttention, RowPlan, plan_rows
 
@@ -50,6 +50,7 @@ class ReferenceLatentAttention(LatentBackend):
         self, spec: Latent, layers: Sequence[int], num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._spec = spec
+        self._on_gpu = device.type != "cpu"
         shape = (num_blocks, BLOCK_SIZE, spec.width)
         self.cache = {layer: torch.zeros(shape, dtype=dtype, device=device) for layer in layers}
         self._token_bytes = len(layers) * spec.cache.position_bytes(dtype.itemsize)
@@ -61,11 +62,14 @@ class ReferenceLatentAttention(LatentBackend):
     def kv_bytes_per_token(self) -> int:
         return self._token_bytes
 
-    def kv_planes(self) -> list[NDArray[np.uint8]]:
-        tensors = list(self.cache.values())
-        if tensors[0].device.type != "cpu":
-            return super().kv_planes()
-        return [tensor.flatten(1).view(torch.uint8).numpy()[None] for tensor in tensors]
+    def host_planes(self) -> list[NDArray[np.uint8]]:
+        return super().host_planes() if self._on_gpu else [plane.numpy()[None] for plane in self._planes()]
+
+    def device_planes(self) -> list[torch.Tensor]:
+        return self._planes() if self._on_gpu else super().device_planes()
+
+    def _planes(self) -> list[torch.Tensor]:
+        return [unit_bytes(tensor) for tensor in self.cache.values()]
 
     def plan(self, batch: BatchLayout) -> None:
         rows, least = plan_rows(batch), self._spec.expands_from

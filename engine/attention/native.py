@@ -142,7 +142,7 @@ class NativeAttention(AttentionBackend):
         """Bytes of address space that the blocks take."""
         return int(self.kernel.cache_bytes)
 
-    def kv_planes(self) -> list[NDArray[np.uint8]]:
+    def host_planes(self) -> list[NDArray[np.uint8]]:
         """Valid as long as this object lives."""
         memory = (ctypes.c_uint8 * self.cache_bytes).from_address(self.kernel.cache_address)
         return [np.ctypeslib.as_array(memory).reshape(len(self.places_of), self._num_blocks, -1)]

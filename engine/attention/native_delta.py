@@ -82,7 +82,7 @@ class NativeDeltaNet(DeltaBackend):
         except ValueError as error:
             raise EngineError(f"native delta net: {error}") from error
 
-    def state_planes(self) -> list[NDArray[np.uint8]]:
+    def host_planes(self) -> list[NDArray[np.uint8]]:
         """Valid as long as this object lives."""
         layers, slots, slot_bytes = len(self.places_of), self._num_slots, self.kernel.slot_bytes
         memory = (ctypes.c_uint8 * (layers * slots * slot_bytes)).from_address(self.kernel.state_address)

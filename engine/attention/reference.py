@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine.architectures.parts.gqa import GroupedQuery
-from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout
+from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout, unit_bytes
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class ReferenceAttention(AttentionBackend):
             for layer in layers
         }
         self._spec = spec
+        self._on_gpu = device.type != "cpu"
         self._sinks: dict[int, torch.Tensor] = {}
         self._token_bytes = len(layers) * spec.cache.position_bytes(dtype.itemsize)
         self._planned: tuple[BatchLayout, list[RowPlan]] | None = None
@@ -67,11 +68,14 @@ class ReferenceAttention(AttentionBackend):
     def set_sinks(self, layer: int, sinks: torch.Tensor) -> None:
         self._sinks[layer] = sinks
 
-    def kv_planes(self) -> list[NDArray[np.uint8]]:
-        tensors = [tensor for pair in self.cache.values() for tensor in pair]
-        if tensors[0].device.type != "cpu":
-            return super().kv_planes()
-        return [tensor.flatten(1).view(torch.uint8).numpy()[None] for tensor in tensors]
+    def host_planes(self) -> list[NDArray[np.uint8]]:
+        return super().host_planes() if self._on_gpu else [plane.numpy()[None] for plane in self._planes()]
+
+    def device_planes(self) -> list[torch.Tensor]:
+        return self._planes() if self._on_gpu else super().device_planes()
+
+    def _planes(self) -> list[torch.Tensor]:
+        return [unit_bytes(tensor) for pair in self.cache.values() for tensor in pair]
 
     def plan(self, batch: BatchLayout) -> None:
         self._planned = batch, plan_rows(batch, self._spec.window)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,9 +13,9 @@ from hashlib import blake2b
 from itertools import cycle
 from typing import NamedTuple
 
-import numpy as np
-
-from engine.kv_disk.files import BlockFiles, Bytes
+from engine.device import Arrival
+from engine.kv_disk.files import BlockFiles
+from engine.kv_disk.units import Units
 from engine.work import Work
 from scheduler.memory.disk import DiskBlocks
 from scheduler.plan import Drop, Fetch, Save
@@ -44,27 +44,29 @@ class _Reading:
     bad: set[bytes] = field(default_factory=set)
 
 
+def disk_threads() -> int:
+    """How many write and read."""
+    return 1 + min(_MOST_READERS, os.cpu_count() or 1)
+
+
 class KvDisk:
-    """`planes` are views of the KV cache, [n, num_blocks, bytes]: what a block holds is plane[:, block] of all;
-    `state_planes` likewise [n, slots, bytes] of states, none where layers keep none. `identity` tells the model and how
-    its KV is computed from all others. All methods belong to the engine's thread."""
+    """`units` are the blocks of the KV cache, `states` slots of states, None where layers keep none. `identity` tells
+    the model and how its KV is computed from all others; `launched` gives the point up to which steps were launched.
+    All methods belong to the engine's thread."""
 
     def __init__(
         self,
         files: BlockFiles,
-        planes: Sequence[Bytes],
         blocks: DiskBlocks,
         identity: bytes,
-        state_planes: Sequence[Bytes] = (),
+        launched: Callable[[], Arrival],
+        units: Units,
+        states: Units | None = None,
     ) -> None:
-        self._files, self._blocks, self._identity = files, blocks, identity
-        self._planes = {False: planes, True: state_planes}  # by whether they hold states
-        self._readers = [f"kv-read-{i}" for i in range(min(_MOST_READERS, os.cpu_count() or 1))]
+        self._files, self._blocks, self._identity, self._launched = files, blocks, identity, launched
+        self._units = {False: units} | ({} if states is None else {True: states})  # by whether they are states
+        self._readers = [f"kv-read-{i}" for i in range(disk_threads() - 1)]
         self._work = Work(_WRITER, *self._readers)
-        self._bytes = {
-            state: sum(plane.shape[0] * plane.shape[2] for plane in each) for state, each in self._planes.items()
-        }
-        self._written = np.empty(max(self._bytes.values()), np.uint8)  # what is being written
         self._reading: dict[Fetch, _Reading] = {}
         self._read_bytes = self._written_bytes = 0
         self._failed = False
@@ -80,13 +82,17 @@ class KvDisk:
 
     def start(self) -> None:
         """What the scheduler has decided since. Never waits."""
-        for order in self._blocks.orders():
+        orders = self._blocks.orders()
+        if not orders:
+            return
+        launched = self._launched()  # steps up to here may still use what these are to read and write
+        for order in orders:
             if isinstance(order, Save):
-                self._work.start(_WRITER, partial(self._write, order), partial(self._saved, order))
+                self._work.start(_WRITER, partial(self._write, order, launched), partial(self._saved, order))
             elif isinstance(order, Drop):
                 self._work.start(_WRITER, partial(self._files.delete, order.key), lambda deleted: deleted.result())
             else:
-                self._fetch(order)
+                self._fetch(order, launched)
 
     @property
     def busy(self) -> bool:
@@ -113,20 +119,13 @@ class KvDisk:
         self._files.keep_order(self._blocks.keys(), time.time_ns())
         self._files.close()
 
-    def _parts(self, place: int, state: bool, content: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-        """Of each plane the part of a block or a slot of states, and the part of `content` that is like it."""
-        start = 0
-        for plane in self._planes[state]:
-            held = plane[:, place]
-            yield held, content[start : start + held.size].reshape(held.shape)
-            start += held.size
-
-    def _write(self, save: Save) -> None:
+    def _write(self, save: Save, launched: Arrival) -> None:
         """On the writer's thread."""
-        content = self._written[: self._bytes[save.state]]
-        for held, part in self._parts(save.block, save.state, content):
-            part[:] = held
-        self._files.write(save.key, content)
+        launched.wait()
+        units = self._units[save.state]
+        with units.buffer() as content:
+            units.get(save.block, content)
+            self._files.write(save.key, content)
 
     def _saved(self, save: Save, ended: Future[None]) -> None:
         error = ended.exception()
@@ -135,10 +134,10 @@ class KvDisk:
         if error is not None and not self._failed:
             self._failed = True
             log.warning("KV blocks are written to %s no more: %s", self._files.folder, error)
-        self._written_bytes += self._bytes[save.state] if error is None else 0
+        self._written_bytes += self._units[save.state].num_bytes if error is None else 0
         self._blocks.saved(save.key, error is None)
 
-    def _fetch(self, fetch: Fetch) -> None:
+    def _fetch(self, fetch: Fetch, launched: Arrival) -> None:
         # neighbours to one reader: two that touch a huge page for the first time would both fill it with zeros
         blocks = [_Part(key, block, False) for key, block in fetch.parts]
         readers = self._readers if fetch.state is None else self._readers[1:] or self._readers
@@ -148,17 +147,18 @@ class KvDisk:
             shares.append([_Part(*fetch.state, True)])
         self._reading[fetch] = _Reading(len(shares))
         for reader, parts in zip(cycle(self._readers), shares, strict=False):
-            self._work.start(reader, partial(self._read, parts), partial(self._was_read, fetch))
+            self._work.start(reader, partial(self._read, parts, launched), partial(self._was_read, fetch))
 
-    def _read(self, parts: Sequence[_Part]) -> set[bytes]:
+    def _read(self, parts: Sequence[_Part], launched: Arrival) -> set[bytes]:
         """On a reader's thread: the keys that could not be read."""
-        content, bad = np.empty(self._bytes[parts[0].state], np.uint8), set()
-        for part in parts:
-            if not self._files.read(part.key, content):
-                bad.add(part.key)
-                continue
-            for held, read in self._parts(part.place, part.state, content):
-                held[:] = read
+        launched.wait()
+        units, bad = self._units[parts[0].state], set()
+        with units.buffer() as content:
+            for part in parts:
+                if self._files.read(part.key, content):
+                    units.put(part.place, content)
+                else:
+                    bad.add(part.key)
         return bad
 
     def _was_read(self, fetch: Fetch, ended: Future[set[bytes]]) -> None:
@@ -168,7 +168,7 @@ class KvDisk:
         if not reading.shares_left:
             del self._reading[fetch]
             keys = [key for key, _ in fetch.parts]
-            self._read_bytes += self._bytes[False] * sum(key not in reading.bad for key in keys)
+            self._read_bytes += self._units[False].num_bytes * sum(key not in reading.bad for key in keys)
             if fetch.state is not None and fetch.state[0] not in reading.bad:
-                self._read_bytes += self._bytes[True]
+                self._read_bytes += self._units[True].num_bytes
             self._blocks.fetched(fetch, reading.bad)

@@ -91,8 +91,6 @@ def _assemble(
         runner.notes += leader.notes
     if backends.cache is not None:
         runner.notes += backends.cache.report()
-    if plan.memory.num_snapshots and plan.memory.snapshot_blocks:
-        runner.idle_memory = IdleMemory(*_planes(model.attention_backends))
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
     if backends.device.type == "cuda":
         runner.notes.append(f"steps of at most {plan.token_budget} tokens (--max-num-batched-tokens)")
@@ -134,7 +132,7 @@ def _assemble(
     )
     disk = None
     if store is not None and scheduler.disk is not None:
-        disk = store.serve(plan, *_planes(model.attention_backends), scheduler.disk)
+        disk = store.serve(plan, scheduler.disk, runner.arrival, model.attention_backends)
     profiler = None
     if config.profile_dir:
         kv_bytes = sum(b.kv_bytes_per_token for b in model.attention_backends)
@@ -177,6 +175,8 @@ def load_runner(plan: EnginePlan, backends: Backends, group: Group, progress: Pr
     tracing = bool(config.profile_dir)
     runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
     runner.spare_cpus = backends.spare_cpus
+    if plan.memory.num_snapshots and plan.memory.snapshot_blocks:
+        runner.idle_memory = IdleMemory(*_planes(model.attention_backends))
     return runner
 
 
@@ -234,8 +234,8 @@ def pad_decode(runner: ModelRunner, plan: EnginePlan, decode: str, progress: Pro
 
 def _planes(backends: list[CacheBackend]) -> tuple[list[Bytes], list[Bytes]]:
     """Of blocks, and of slots of states."""
-    blocks = [plane for each in backends if isinstance(each, AttentionBackend) for plane in each.kv_planes()]
-    slots = [plane for each in backends if isinstance(each, DeltaBackend) for plane in each.state_planes()]
+    blocks = [plane for each in backends if isinstance(each, AttentionBackend) for plane in each.host_planes()]
+    slots = [plane for each in backends if isinstance(each, DeltaBackend) for plane in each.host_planes()]
     return blocks, slots
 
 

@@ -94,6 +94,7 @@ def follow(runner: ModelRunner, order: Step) -> None:
     arrays, model = order.arrays, runner.model
     model.group.check()  # rank 0 may not have waited where this one has
     slots = set(np.unique(arrays.adapters).tolist()) - {0}
+    runner.release(order.idle)
     with runner.computing():
         model.begin_step(arrays.num_tokens, lora=bool(slots), eager=not order.padded, slots=slots)
         if order.padded and runner.padded is not None:

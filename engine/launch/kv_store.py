@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
+import torch
+
 from engine.architectures.config import ModelConfig
-from engine.attention.base import BLOCK_SIZE
+from engine.attention.base import BLOCK_SIZE, CacheBackend
+from engine.attention.delta import DeltaBackend
+from engine.device import Arrival
 from engine.errors import UserError
 from engine.files.model_file import ModelFile
-from engine.kv_disk.disk import KvDisk
-from engine.kv_disk.files import BlockFiles, Bytes
+from engine.kv_disk.disk import KvDisk, disk_threads
+from engine.kv_disk.files import BlockFiles
+from engine.kv_disk.units import DeviceUnits, HostUnits, Units
 from engine.ops.rope import inverse_frequencies
 from engine.planning.kv_disk import KvDiskPlan
 from engine.planning.placement import kt_method
@@ -36,23 +41,45 @@ class KvStore:
             raise UserError(f"--kv-disk-dir {plan.folder}: {error.strerror}", "kv_disk_dir") from None
 
     def serve(
-        self, plan: EnginePlan, planes: Sequence[Bytes], state_planes: Sequence[Bytes], blocks: DiskBlocks
+        self,
+        plan: EnginePlan,
+        blocks: DiskBlocks,
+        launched: Callable[[], Arrival],
+        backends: Sequence[CacheBackend],
     ) -> KvDisk:
-        """For the KV cache that `planes` are, the states that `state_planes` are, and the scheduler's `blocks`."""
-        return KvDisk(self.files, planes, blocks, _identity(plan), state_planes)
+        """For what `backends` keep, and the scheduler's `blocks`. `launched`: as `KvDisk` takes it."""
+        paged = [each for each in backends if not isinstance(each, DeltaBackend)]
+        nets = [each for each in backends if isinstance(each, DeltaBackend)]
+        units = [_units(each, plan.placement.device) for each in (paged, nets) if each]
+        return KvDisk(self.files, blocks, _identity(plan), launched, *units)
+
+
+def _units(backends: Sequence[CacheBackend], device: str) -> Units:
+    if device == "cpu":
+        return HostUnits([plane for each in backends for plane in each.host_planes()])
+    return DeviceUnits([plane for each in backends for plane in each.device_planes()], disk_threads())
 
 
 def _identity(plan: EnginePlan) -> bytes:
     config, choices = plan.config, sorted(plan.placement.choices.items())
-    isa = ""
-    if plan.placement.native(".self_attn") or plan.placement.native("_proj"):
+    machine = ""
+    if plan.placement.device != "cpu":
+        machine = torch.cuda.get_device_name(plan.placement.device)
+    elif plan.placement.native(".self_attn") or plan.placement.native("_proj"):
         from native import _native
 
-        isa = _native.choose_isa(config.isa or "")
+        machine = _native.choose_isa(config.isa or "")
     return _digest(
         plan.source,
         plan.max_model_len,
-        (plan.precision, plan.expert_quantise, choices, kt_method(config, plan.placement), isa, config.deterministic),
+        (
+            plan.precision,
+            plan.expert_quantise,
+            choices,
+            kt_method(config, plan.placement),
+            machine,
+            config.deterministic,
+        ),
     )
 
 

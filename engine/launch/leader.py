@@ -46,7 +46,7 @@ class Leader(Ranks):
     whoever supervises the engine starts all of it again."""
 
     def __init__(self, plan: EnginePlan, device: torch.device) -> None:
-        self._shard = plan.shard
+        self._shard, self._whole = plan.shard, plan.source.whole
         self._folder = _Folder()
         sums = plan.config.tensor_parallel_sums
         super().__init__(0, plan.shard.size, device, str(self._folder.path / _STORE), sums)
@@ -79,9 +79,9 @@ class Leader(Ranks):
     def set_adapter(self, own: Callable[[int, AdapterWeights], None], slot: int, adapter: AdapterWeights) -> None:
         """Each rank puts its part of an adapter into a slot that no step in flight uses; `own` is this rank's way."""
         for member in self._members:
-            member.send_adapter(slot, adapter_part(adapter, replace(self._shard, rank=member.rank)))
+            member.send_adapter(slot, adapter_part(adapter, replace(self._shard, rank=member.rank), self._whole))
         try:
-            own(slot, adapter_part(adapter, self._shard))
+            own(slot, adapter_part(adapter, self._shard, self._whole))
         finally:
             answers = [member.adapter_answer() for member in self._members]
         if failed := [answer for answer in answers if answer]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from engine.attention.base import BLOCK_SIZE
 from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.kv_disk.disk import disk_threads
 from engine.kv_disk.files import size_on_disk
+from engine.memory.items import Item, Kind
 from engine.planning.placement import Placement
 from engine.units import format_bytes, parse_bytes
 from engine.weights.pack_cache import CACHE_FOLDER, plain_name
@@ -19,12 +21,18 @@ from engine.weights.pack_cache import CACHE_FOLDER, plain_name
 @dataclass(frozen=True)
 class KvDiskPlan:
     """`budget_bytes` in `folder`, `block_bytes` for each block, `state_bytes` for each snapshot of states; 0: layers
-    keep none."""
+    keep none. `unit_bytes`: of a block and a snapshot in memory."""
 
     folder: Path
     budget_bytes: int
     block_bytes: int
+    unit_bytes: int
     state_bytes: int = 0
+
+    @property
+    def gpu_items(self) -> list[Item]:
+        """What it takes beside a GPU: what is on its way between its memory and the disk."""
+        return [Item("CPU", Kind.OTHER, "KV blocks to and from disk, pinned", disk_threads() * self.unit_bytes)]
 
     @property
     def lines(self) -> list[str]:
@@ -56,13 +64,11 @@ def plan_kv_disk(config: EngineConfig, placement: Placement, token_bytes: int, s
         )
     if not config.prefix_caching:
         raise UserError("--kv-disk keeps blocks of the prefix cache: leave out --no-prefix-caching", "kv_disk")
-    if placement.device != "cpu":
-        raise UserError("--kv-disk needs the KV cache in host memory, here it is on a GPU: leave it out", "kv_disk")
     if config.tensor_parallel > 1:
         raise UserError("--kv-disk with --tensor-parallel: ranks have parts of each block; leave one out", "kv_disk")
     if len(kinds := placement.used(".self_attn")) > 1:
         raise UserError(f"--kv-disk takes one attention backend, the rules have {' and '.join(kinds)}", "kv_disk")
-    return KvDiskPlan(_folder(config), budget, block, state)
+    return KvDiskPlan(_folder(config), budget, block, BLOCK_SIZE * token_bytes + state_bytes, state)
 
 
 def _folder(config: EngineConfig) -> Path:

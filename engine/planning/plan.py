@@ -258,6 +258,7 @@ def _plan(
         gpu_packs="gpu" in placement.used(".mlp.experts"),
         native=native_available()[0] and not native_limits(source.config),
     )
+    disk = plan_kv_disk(config, placement, inputs.kv_token_bytes, source.config.state_bytes)
     if inputs.gpu is not None:
         experts, element = placement.used(".mlp.experts"), precision.activations.itemsize
         extra = gpu_items(config, source.config, element, placement.device, placement.used(".self_attn")[0])
@@ -267,11 +268,12 @@ def _plan(
         )  # fmt: skip
         if "gpu" in placement.used("_proj") and tiled_projections(inputs):
             extra.append(Item(inputs.gpu.name, Kind.STEP, "projections as numbers, long chunks", TABLE_BYTES))
+        if disk is not None:
+            extra += disk.gpu_items
         if "hybrid" in experts:
             hot = _hot_bytes(inputs, placement, extra, asked_hot)
             extra.append(Item(inputs.gpu.name, Kind.EXPERTS, "hot experts", hot))
         inputs = replace(inputs, extra=tuple(extra))
-    disk = plan_kv_disk(config, placement, inputs.kv_token_bytes, source.config.state_bytes)
     memory = plan_memory(inputs)
     return EnginePlan(config, source, placement, precision, memory, token_budget, threads, hot, kv_disk=disk)
 

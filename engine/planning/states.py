@@ -14,11 +14,6 @@ def check_states(config: EngineConfig, model: ModelConfig, placement: Placement)
     if not model.state_bytes:
         return
     keeps = "this model's linear attention layers keep a state of each sequence"
-    if config.tensor_parallel > 1:
-        raise UserError(
-            f"--tensor-parallel {config.tensor_parallel}: {keeps}, which ranks do not divide: leave it out",
-            "tensor_parallel",
-        )
     pads = placement.used(".self_attn") == ["flashinfer"] and not any(map(gpu_delta_limit, model.delta_nets))
     if config.cuda_graphs == "padded" and not pads:
         raise UserError(

@@ -7,30 +7,43 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from engine.architectures.config import ModelConfig
 from engine.architectures.parts.base import BY_INPUTS, BY_OUTPUTS
 from engine.lora.adapter import AdapterWeights, ExpertLora, LoraPair
+from engine.ranks.heads import Spans, column_spans, delta_of, row_spans
 from engine.ranks.shard import Shard
 
 
-def adapter_part(adapter: AdapterWeights, shard: Shard) -> AdapterWeights:
-    """Views of the adapter's tensors. Rank 0 has MLPs that the adapter brings, whole, and experts that are not
-    divided."""
+def adapter_part(adapter: AdapterWeights, shard: Shard, config: ModelConfig) -> AdapterWeights:
+    """Views of the adapter's tensors, copies where a rank's rows do not follow one another. `config`: of the whole
+    model. Rank 0 has MLPs that the adapter brings, whole, and experts that are not divided."""
     first = shard.rank == 0
     experts = adapter.experts if shard.experts or first else {}
     return replace(
         adapter,
-        linears={name: _pair(name, pair, shard) for name, pair in adapter.linears.items()},
+        linears={name: _pair(name, pair, shard, config) for name, pair in adapter.linears.items()},
         experts={layer: _expert(lora, shard) if shard.experts else lora for layer, lora in experts.items()},
         extra_mlps=adapter.extra_mlps if first else {},
     )
 
 
-def _pair(name: str, pair: LoraPair, shard: Shard) -> LoraPair:
-    if name.endswith(BY_OUTPUTS):
-        return replace(pair, b=pair.b[shard.span(pair.b.shape[0])])
-    if name.endswith(BY_INPUTS):
-        return replace(pair, a=pair.a[:, shard.span(pair.a.shape[1])])
-    return pair
+def _pair(name: str, pair: LoraPair, shard: Shard, config: ModelConfig) -> LoraPair:
+    if (net := delta_of(config, name)) is not None:
+        rows = row_spans(net, name, shard.rank, shard.size)
+        columns = column_spans(net, name, shard.rank, shard.size)
+    else:
+        rows = (shard.span(pair.b.shape[0]),) if name.endswith(BY_OUTPUTS) else None
+        columns = (shard.span(pair.a.shape[1]),) if name.endswith(BY_INPUTS) else None
+    if rows is not None:
+        pair = replace(pair, b=_joined(pair.b, rows, 0))
+    return pair if columns is None else replace(pair, a=_joined(pair.a, columns, 1))
+
+
+def _joined(x: torch.Tensor, spans: Spans, dim: int) -> torch.Tensor:
+    parts = [x.narrow(dim, span.start, span.stop - span.start) for span in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _expert(lora: ExpertLora, shard: Shard) -> ExpertLora:

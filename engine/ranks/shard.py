@@ -2,6 +2,7 @@
 
     q, k, v, gate, up, lm_head   divided by outputs: each rank computes some of them; sinks with their heads
     o, down                      divided by inputs: each rank computes a part of every output, and the parts are summed
+    delta nets                   divided by key heads with their value heads (engine/ranks/heads.py)
     embedding, norms, routers    whole, on every rank
     biases                       divided with the outputs; what is added to a sum, rank 0 adds
 
@@ -19,10 +20,12 @@ import numpy.typing as npt
 
 from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.parts.base import BY_HEADS, BY_INPUTS, BY_OUTPUTS, Divided
+from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.mlp import Sparse
 from engine.errors import UserError
 from engine.files.gguf.types import GGMLType, by_name
 from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, part
+from engine.ranks.heads import column_spans, delta_of, row_spans
 from engine.weights.layout import EMBED, HEAD
 from engine.weights.scaled_blocks import BLOCKS
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
@@ -84,12 +87,15 @@ class ShardedSource(WeightSource):
         if name == HEAD:
             stored = self._source.tensor(HEAD if self._source.has(HEAD) else EMBED)
             return by_outputs(replace(stored, name=HEAD), self.shard.words(stored.shape[0]))
-        weight = self._source.tensor(name)
+        weight, shard = self._source.tensor(name), self.shard
         module, _, kind = name.rpartition(".")
+        part = module if kind in ("weight", "bias") else name
+        if (net := delta_of(self._source.config, part)) is not None:
+            return _of_delta_net(weight, net, part, shard)
         if module.endswith(BY_OUTPUTS) or name.endswith(BY_HEADS):
-            return by_outputs(weight, self.shard.span(weight.shape[0]))
+            return by_outputs(weight, shard.span(weight.shape[0]))
         if module.endswith(BY_INPUTS) and kind == "weight":
-            return by_inputs(weight, self.shard.span(weight.shape[1]), self.shard.size)
+            return by_inputs(weight, shard.span(weight.shape[1]), size=shard.size)
         return weight
 
     def has(self, name: str) -> bool:
@@ -110,7 +116,7 @@ class ShardedSource(WeightSource):
         for projection, _ in store.projections():
             weights = [store.expert(projection, index) for index in range(store.num_experts)]
             if projection == "down":
-                parts[projection] = [by_inputs(w, shard.span(w.shape[1]), shard.size) for w in weights]
+                parts[projection] = [by_inputs(w, shard.span(w.shape[1]), size=shard.size) for w in weights]
             else:
                 parts[projection] = [by_outputs(w, shard.span(w.shape[0])) for w in weights]
         biases = {name: self._bias_part(name, bias) for name, bias in store.biases.items()}
@@ -119,7 +125,7 @@ class ShardedSource(WeightSource):
     def _bias_part(self, projection: str, bias: WeightTensor) -> WeightTensor:
         """Of [experts, outputs] of experts that are divided."""
         if projection != "down":
-            return by_inputs(bias, self.shard.span(bias.shape[1]), self.shard.size)
+            return by_inputs(bias, self.shard.span(bias.shape[1]), size=self.shard.size)
         return bias if self.shard.rank == 0 else replace(bias, data=np.zeros(bias.num_bytes, np.uint8))
 
     def names(self) -> list[str]:
@@ -147,37 +153,53 @@ def _some(store: ExpertStore, span: slice) -> ExpertStore:
     return replace(store, gate=parts["gate"], up=parts["up"], down=parts["down"], biases=biases)
 
 
-def by_outputs(weight: WeightTensor, span: slice) -> WeightTensor:
-    """Some rows of [out, in], or values of [out], not read yet."""
-    shape = (span.stop - span.start, *weight.shape[1:])
-    each = weight.num_bytes // weight.shape[0]
-    wanted, data = slice(span.start * each, span.stop * each), weight.data
-    if isinstance(data, MadeBytes):
-        held = data
-        return replace(weight, shape=shape, data=MadeBytes(held.ranges, shape[0] * each, lambda: held[wanted]))
-    return replace(weight, shape=shape, data=part(data, wanted))
+def _of_delta_net(weight: WeightTensor, net: DeltaNet, module: str, shard: Shard) -> WeightTensor:
+    rows = row_spans(net, module, shard.rank, shard.size)
+    if rows is not None:
+        return by_outputs(weight, *rows)
+    columns = column_spans(net, module, shard.rank, shard.size)
+    return weight if columns is None else by_inputs(weight, *columns, size=shard.size)
 
 
-def by_inputs(weight: WeightTensor, span: slice, size: int) -> WeightTensor:
-    """Some columns of [out, in]. UserError if a block would be cut."""
+def by_outputs(weight: WeightTensor, *spans: slice) -> WeightTensor:
+    """Some rows of [out, in], or values of [out], one span's behind the other's, not read yet."""
+    count = sum(span.stop - span.start for span in spans)
+    shape, each = (count, *weight.shape[1:]), weight.num_bytes // weight.shape[0]
+    wanted, data = [slice(span.start * each, span.stop * each) for span in spans], weight.data
+    if len(wanted) == 1 and not isinstance(data, MadeBytes):
+        return replace(weight, shape=shape, data=part(data, wanted[0]))
+
+    def make() -> npt.NDArray[np.uint8]:
+        held = data[:] if isinstance(data, MadeBytes) else data
+        return np.concatenate([held[some] for some in wanted])
+
+    if isinstance(data, np.ndarray):
+        return replace(weight, shape=shape, data=make())
+    ranges = data.ranges if isinstance(data, MadeBytes) else tuple(data.part(some) for some in wanted)
+    return replace(weight, shape=shape, data=MadeBytes(ranges, count * each, make))
+
+
+def by_inputs(weight: WeightTensor, *spans: slice, size: int) -> WeightTensor:
+    """Some columns of [out, in], one span's behind the other's. UserError if a block would be cut."""
     kind = _blocks(weight.type)
     outer, inner = weight.shape
-    if span.start % kind.block or span.stop % kind.block:
+    if any(span.start % kind.block or span.stop % kind.block for span in spans):
+        runs = f" in {len(spans)} runs" if len(spans) > 1 else ""
         raise UserError(
             f"--tensor-parallel {size}: {weight.name} is {weight.type}, blocks of {kind.block} values along its "
-            f"{inner} inputs, and a rank's {inner // size} are no whole blocks; take other files of the model",
+            f"{inner} inputs, and a rank's {inner // size}{runs} are no whole blocks; take other files of the model",
             "tensor_parallel",
         )
-    first, last = span.start // kind.block, span.stop // kind.block
+    cuts = [slice(span.start // kind.block, span.stop // kind.block) for span in spans]
 
     def make() -> npt.NDArray[np.uint8]:
         blocks = weight.data[:].reshape(outer, inner // kind.block, kind.size)
-        return np.ascontiguousarray(blocks[:, first:last]).reshape(-1)
+        return np.concatenate([blocks[:, cut] for cut in cuts], 1).reshape(-1)
 
-    num_bytes = outer * (last - first) * kind.size
+    num_bytes = outer * sum(cut.stop - cut.start for cut in cuts) * kind.size
     data = weight.data
     made: Bytes = make() if isinstance(data, np.ndarray) else MadeBytes(_ranges(data), num_bytes, make)
-    return replace(weight, shape=(outer, span.stop - span.start), data=made)
+    return replace(weight, shape=(outer, sum(span.stop - span.start for span in spans)), data=made)
 
 
 def _ranges(data: FileBytes | MadeBytes) -> tuple[FileBytes, ...]:

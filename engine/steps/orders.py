@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.attention.base import BLOCK_SIZE, joined
 from engine.steps.inputs import Array, StepArrays
+from scheduler.plan import Idle, RowState
 
 _PARTS = ("row_starts", "context_lens", "positions", "slot_mapping", "adapters", "kept", "kept_starts")
 
@@ -40,9 +41,20 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     every: bool  # the hidden states of all tokens are kept
     greedy: bool
     logits: list[tuple[int, int]] = []
+    states: list[RowState] = []  # of the rows, where the model keeps some; slots are the same on all ranks
+    idle: Idle | None = None  # as of StepPlan
 
     @classmethod
-    def of(cls, arrays: StepArrays, *, padded: bool, every: bool, greedy: bool, logits: list[tuple[int, int]]) -> Step:
+    def of(
+        cls,
+        arrays: StepArrays,
+        *,
+        padded: bool,
+        every: bool,
+        greedy: bool,
+        logits: list[tuple[int, int]],
+        idle: Idle | None,
+    ) -> Step:
         parts: list[Array] = [getattr(arrays, name) for name in _PARTS]
         return cls(
             [len(part) for part in parts],
@@ -52,6 +64,8 @@ class Step(msgspec.Struct, tag=True, frozen=True):
             every,
             greedy,
             logits,
+            arrays.states,
+            idle,
         )
 
     @property
@@ -65,7 +79,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
         tables = [blocks[begin:end] for begin, end in pairwise(ends)]
         adapted = bool(np.any(parts["adapters"]))
         return StepArrays(
-            ids=ids, sources=sources, block_tables=tables, pending=False, adapted=adapted, states=[], **parts
+            ids=ids, sources=sources, block_tables=tables, pending=False, adapted=adapted, states=self.states, **parts
         )
 
 

@@ -36,7 +36,7 @@ from engine.steps.orders import Step, StepLeader
 from engine.steps.prompt_logprobs import prompt_logprobs, prompt_parts, wants_prompt
 from engine.steps.sampling import PendingLogprobs, SampleRow, sample
 from engine.steps.touched import TouchedCounter
-from scheduler.plan import StepPlan, StepRow
+from scheduler.plan import Idle, StepPlan, StepRow
 from scheduler.request import Request
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ class ModelRunner:
     def launch_forward(self, plan: StepPlan, masks: Masks = NO_MASKS) -> InFlight:
         """`masks` of the requests that have some: which tokens they allow is asked when the step is sampled."""
         launched_s = time.monotonic()
-        if plan.idle is not None and self.idle_memory is not None:
-            self.idle_memory.release(plan.idle)
+        self.release(plan.idle)
         padded = self.padded if self.padded and self.padded.takes(plan) else None
         with self.computing():
             slots = {row.adapter_slot for row in plan.rows} - {0}
@@ -145,6 +144,16 @@ class ModelRunner:
             step.touched = self._touched.end()
         step.launched_s = launched_s
         return step
+
+    def arrival(self) -> Arrival:
+        """The point up to which steps have been launched."""
+        with self._launching():
+            return Arrival(self.device)
+
+    def release(self, idle: Idle | None) -> None:
+        """Before a step: memory that blocks and snapshots leave to each other goes back to the system."""
+        if idle is not None and self.idle_memory is not None:
+            self.idle_memory.release(idle)
 
     def launch_sample(self, step: InFlight, masks: Masks = NO_MASKS) -> None:
         """Sample every row that samples; also what was asked of log-probabilities. The logits are there already, so the
@@ -194,7 +203,9 @@ class ModelRunner:
         every = padded is None and (self.keep_all or any(wants_prompt(row) for row in plan.rows))
         if self.leader is not None:
             parts = [part for i, row in enumerate(plan.rows) for part in prompt_parts(arrays, i, row)]
-            self.leader.announce(Step.of(arrays, padded=bool(padded), every=every, greedy=greedy, logits=parts))
+            self.leader.announce(
+                Step.of(arrays, padded=bool(padded), every=every, greedy=greedy, logits=parts, idle=plan.idle)
+            )
         if padded:
             built = time.perf_counter()
             step.trace = padded.launch(arrays)

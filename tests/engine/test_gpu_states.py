@@ -23,7 +23,7 @@ def planned(monkeypatch, tmp_path):
     """plan_engine() beside a GPU."""
 
     def plan(family="qwen3_next", machine=GPU, free=8 << 30, **settings):
-        save_hf(tiny_model(family=family, head_dim=256), tmp_path)
+        save_hf(tiny_model(family=family, head_dim=256, shared_expert_intermediate_size=64), tmp_path)
         monkeypatch.setattr(build, "find_machine", lambda config, model: machine)
         monkeypatch.setattr(build, "gpu_memory", lambda device: Memory("GPU 0", free, free))
         return build.plan_engine(EngineConfig(**{"model": str(tmp_path), "dtype": "bfloat16", **settings}))
@@ -44,6 +44,24 @@ def test_states_are_planned_on_the_gpu(planned, family, experts):
     assert any("at most 64 snapshots of states" in line and "beside the KV cache" in line for line in made.lines)
 
 
+@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize("experts", ["native", "gpu", "hybrid"])
+def test_a_rank_has_states_of_its_heads(planned, family, experts):
+    two_gpus = Machine(gpu=True, native=True, flashinfer=True, gpu_count=2)
+    one, two = (
+        planned(family, two_gpus, expert_backend=experts, speculate="ngram:4", tensor_parallel=ranks)
+        for ranks in (1, 2)
+    )
+    (net,), (part,) = (made.source.config.delta_nets for made in (one, two))
+    assert (part.key_heads, part.value_heads) == (net.key_heads // 2, net.value_heads // 2)
+    assert state_slots(two) == state_slots(one)
+    held = [
+        {item.label: item.num_bytes for item in made.memory.items if "states" in item.label and item.device == "GPU 0"}
+        for made in (one, two)
+    ]
+    assert held[0] == {label: 2 * num_bytes for label, num_bytes in held[1].items()} and len(held[0]) == 2
+
+
 def test_drafts_have_room_beside_states(planned):
     assert planned(speculate="ngram:4").memory.kept_positions == 5
 
@@ -53,19 +71,10 @@ def test_in_float32_torch_computes(planned):
     assert made.placement.used(".self_attn") == ["reference"] and made.placement.device == "cuda"
 
 
-@pytest.mark.parametrize(
-    ("settings", "field"),
-    [
-        ({"tensor_parallel": 2, "machine": Machine(gpu=True, native=True, flashinfer=True, gpu_count=2)}, None),
-        ({"kv_disk": "1GiB"}, "kv_disk"),
-        ({"cuda_graphs": "padded", "dtype": "float32"}, "cuda_graphs"),
-    ],
-    ids=["ranks", "disk", "padded"],
-)
-def test_what_is_refused(planned, settings, field):
+def test_padded_steps_in_torch_are_refused(planned):
     with pytest.raises(UserError) as caught:
-        planned(**settings)
-    assert caught.value.field == (field or "tensor_parallel")
+        planned(cuda_graphs="padded", dtype="float32")
+    assert caught.value.field == "cuda_graphs"
 
 
 def test_sizes_that_the_kernels_do_not_take(planned):

@@ -13,6 +13,7 @@ import engine.planning.plan as build
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.kv_disk import files as module
+from engine.kv_disk.disk import disk_threads
 from engine.memory.limits import Memory
 from engine.messages import Abort, Failed, Finished
 from engine.planning.plan import plan_engine
@@ -288,12 +289,18 @@ def test_a_budget_that_holds_no_snapshot_is_refused(stateful: Path, tmp_path: Pa
     assert refused.value.field == "kv_disk"
 
 
-def test_a_cache_on_a_gpu_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_on_a_gpu_is_planned_for(model: Path, stateful: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pinned memory for what is on its way."""
     monkeypatch.setattr(build, "find_machine", lambda config, model: Machine(gpu=True, native=True, flashinfer=True))
     monkeypatch.setattr(build, "gpu_memory", lambda device: Memory("GPU 0", 64 << 30, 80 << 30))
-    with pytest.raises(UserError, match="--kv-disk needs the KV cache in host memory") as refused:
-        plan_engine(EngineConfig(model=str(model), kv_disk="1GiB"))
-    assert refused.value.field == "kv_disk"
+    for path, settings in ((model, {}), (stateful, {"rules": "reference", "dtype": "float32", "device": "cuda"})):
+        plans = [plan_engine(EngineConfig(model=str(path), kv_disk=size, **settings)) for size in (None, "1GiB")]
+        config, disk = plans[1].source.config, plans[1].kv_disk
+        assert disk is not None and plans[1].placement.device == "cuda"
+        each = 16 * config.kv_bytes_per_token(plans[1].precision.kv.itemsize) + config.state_bytes
+        assert disk.unit_bytes == each and bool(disk.state_bytes) == (path == stateful)
+        pinned = [sum(i.num_bytes for i in plan.memory.items if i.label.endswith("disk, pinned")) for plan in plans]
+        assert pinned == [0, disk_threads() * each]
 
 
 def test_one_server_at_a_time_and_a_plan_that_says_where(model: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def states_of(backend: DeltaBackend, layer: int, slot: int, spec) -> tuple[torch
     """S of each head, and the inputs of the last positions."""
     if isinstance(backend, ReferenceDeltaNet):
         return backend.states[layer][slot], backend.past[layer][slot]
-    held = torch.from_numpy(backend.state_planes()[0][backend.places_of[layer], slot].copy()).view(torch.float32)
+    held = torch.from_numpy(backend.host_planes()[0][backend.places_of[layer], slot].copy()).view(torch.float32)
     heads = (spec.value_heads, spec.key_dim, spec.value_dim)
     sizes = [spec.value_width * spec.key_dim, (spec.kernel - 1) * spec.channels]
     s, past = held[: sum(sizes)].split(sizes)

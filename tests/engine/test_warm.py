@@ -34,9 +34,9 @@ def test_prompts_without_a_valid_token_change_nothing(family, backend):
     @settings(max_examples=5)
     @given(st.integers(1, 64), st.integers(0, 3))
     def runs(tokens: int, slot: int) -> None:
-        planes = [plane[:, :blocks].copy() for a in runner.model.attention_backends for plane in a.kv_planes()]
+        planes = [plane[:, :blocks].copy() for a in runner.model.attention_backends for plane in a.host_planes()]
         run_prompt(runner, tokens, slot, blocks)
-        after = [plane[:, :blocks] for a in runner.model.attention_backends for plane in a.kv_planes()]
+        after = [plane[:, :blocks] for a in runner.model.attention_backends for plane in a.host_planes()]
         assert all((x == y).all() for x, y in zip(planes, after, strict=True))
         assert [int(b.bsz[0]) for b in runner.model.expert_buffers] == [0]
 

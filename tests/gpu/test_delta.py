@@ -49,7 +49,7 @@ class OnAnyDevice(GpuDeltaNet):
     def __init__(self, spec: DeltaNet, layers: Sequence[int], slots: StateSlots, device: torch.device) -> None:
         super().__init__(spec, layers, slots, device, 8)
 
-    def state_planes(self) -> list[NDArray[np.uint8]]:
+    def host_planes(self) -> list[NDArray[np.uint8]]:
         held = [part for each in self.slots.values() for part in (each.states, each.past)]
         return [each.flatten(1).numpy().view(np.uint8)[None] for each in held]
 

@@ -232,7 +232,7 @@ def test_what_lies_before_a_window_is_not_read(
     backend = shape.make(dtype, kernels, kv=kv)
     whole(backend, dataclasses.replace(s, q=s.q[:800]), [])
     unseen = (800 + 1 - window) // 32 * 2  # the blocks of a pair are read together
-    for plane in backend.kv_planes():
+    for plane in backend.host_planes():
         plane[:, list(s.blocks[:unseen])] = 0xFF
     (out,) = step(backend, 0, [(s, 800, 801)])
     assert torch.equal(out, expected[800:801])

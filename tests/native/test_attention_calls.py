@@ -91,7 +91,9 @@ def test_block_tables_of_any_kind(table: Any) -> None:
     for blocks in (table, (5, 3, 9)):
         backend = Shape().make(BF16, Kernels())
         backend.plan(BatchLayout([0, 40], [40], [blocks], empty, empty))
-        outs.append((backend.forward(0, s.q, s.k, s.v), torch.from_numpy(backend.kv_planes()[0][0, [3, 5, 9]].copy())))
+        outs.append(
+            (backend.forward(0, s.q, s.k, s.v), torch.from_numpy(backend.host_planes()[0][0, [3, 5, 9]].copy()))
+        )
     assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
 
 

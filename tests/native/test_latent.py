@@ -70,7 +70,7 @@ def test_attention_over_latents(kernels: Kernels, dtype, kv, rows, heads, sizes,
     products = "" if kv == F32 else kernels.products
     native = NativeAttention(part, [0, 1], blocks, dtype, POOL, kernels.isa, kv_dtype=kv, products=products)
     reference = ReferenceLatentAttention(part, [0, 1], blocks, F32, torch.device("cpu"))
-    memory = native.kv_planes()[0]
+    memory = native.host_planes()[0]
     noise = torch.randn(memory.size // kv.itemsize, generator=generator).to(kv)
     memory[:] = noise.view(torch.uint8).numpy().reshape(memory.shape)
     limit = TOLERANCE[dtype if kv == dtype else kv]

@@ -26,7 +26,9 @@ from engine.steps.orders import Step, decode, encode
 from engine.weights.open import open_model
 from native import available
 from rules import Machine
+from scheduler.plan import NO_STATE, Idle, RowState
 from testing.models.gguf_writer import save_gguf
+from testing.models.shapes import config as model_config
 from testing.models.tiny import save_hf, tiny_model
 
 
@@ -87,7 +89,7 @@ def test_the_parts_of_an_adapter_add_up():
         "a.o_proj": LoraPair(random(3, 12), random(8, 3), 1.5),
     }
     whole = AdapterWeights("a", "made", linears=pairs, experts={0: expert})
-    parts = [adapter_part(whole, Shard(rank, 2)) for rank in range(2)]
+    parts = [adapter_part(whole, Shard(rank, 2), model_config()) for rank in range(2)]
     cut = [h[:, :6], h[:, 6:]]
 
     def times(pair: LoraPair, x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +115,10 @@ def test_a_step_arrives_as_it_was_told():
         slot_mapping=np.array([80, 112, 113, 114]), adapters=np.array([0, 2, 2, 2]), kept=np.array([0, 3]),
         kept_starts=np.array([0, 1, 2]), pending=True, adapted=True,
     )  # fmt: skip
-    sent = Step.of(arrays, padded=False, every=True, greedy=False, logits=[(1, 3)])
+    states = [RowState(3, 1), RowState(0, NO_STATE, ((16, 5), (17, 6)), replayed=2, keeps=True)]
+    idle = Idle([1, 2], [5])
+    arrays = replace(arrays, states=states)
+    sent = Step.of(arrays, padded=False, every=True, greedy=False, logits=[(1, 3)], idle=idle)
     got = decode(encode(sent))
     assert isinstance(got, Step) and (got.padded, got.every, got.greedy, got.logits) == (False, True, False, [(1, 3)])
     for name in ("row_starts", "context_lens", "positions", "slot_mapping", "adapters", "kept", "kept_starts"):
@@ -121,6 +126,7 @@ def test_a_step_arrives_as_it_was_told():
     assert [list(table) for table in got.arrays.block_tables] == [[4, 5], [7]]
     assert not got.arrays.ids.any() and (got.arrays.sources == -1).all()
     assert got.arrays.adapted and not got.arrays.pending
+    assert got.arrays.states == states and got.idle == idle
 
 
 @pytest.mark.parametrize("quantised", [False, True])
@@ -146,7 +152,8 @@ def test_experts_that_cannot_be_divided_are_dealt_out(tmp_path, quantised):
     g = torch.Generator().manual_seed(2)
     shapes = [(3, 256), (width, 3), (3, 256), (width, 3), (3, width), (256, 3)]
     lora = ExpertLora(*(torch.randn(experts, *shape, generator=g) for shape in shapes), 0.5, 0.25, 2.0)
-    each = [adapter_part(AdapterWeights("a", "made", experts={0: lora}), replace(plan.shard, rank=r)) for r in range(2)]
+    adapter = AdapterWeights("a", "made", experts={0: lora})
+    each = [adapter_part(adapter, replace(plan.shard, rank=rank), source.config) for rank in range(2)]
     assert torch.equal(torch.cat([part.experts[0].up_b for part in each]), lora.up_b)
     assert each[1].experts[0].down_scale == 2.0
 

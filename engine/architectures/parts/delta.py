@@ -105,10 +105,13 @@ class DeltaNet:
         return 3 * self.channels + 2 * self.value_width + 4 * self.value_heads * (self.key_dim + self.value_dim)
 
     def divided(self, step: int) -> Iterator[Divided]:
-        yield Divided("linear attention with states, which ranks do not divide,", 1)
+        yield Divided("linear_num_key_heads", self.key_heads)
+        yield Divided("linear_num_value_heads x linear_value_head_dim", self.value_width, step)
+        yield Divided("the width of linear attention's convolution", self.channels, step)
 
     def of_rank(self, ranks: int) -> DeltaNet:
-        return self
+        """Key heads, with the value heads that use them."""
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
     def numbers(self) -> dict[str, float]:
         return {
