@@ -21,10 +21,10 @@ from engine.architectures.parts.base import BY_INPUTS, BY_OUTPUTS, Divided
 from engine.architectures.parts.mlp import Sparse
 from engine.errors import UserError
 from engine.files.gguf.types import GGMLType, by_name
-from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, part
+from engine.files.model_file import MadeBytes, ModelFile, made_of, part
 from engine.weights.layout import EMBED, HEAD
 from engine.weights.scaled_blocks import BLOCKS
-from engine.weights.store import ExpertStore, WeightSource, WeightTensor
+from engine.weights.store import ExpertStore, JoinedTensor, WeightSource, WeightTensor
 
 MOST_RANKS = 64
 
@@ -139,7 +139,12 @@ def _some(store: ExpertStore, span: slice) -> ExpertStore:
 
 
 def by_outputs(weight: WeightTensor, span: slice) -> WeightTensor:
-    """Some rows of [out, in], or values of [out], not read yet."""
+    """Some rows of [out, in], or values of [out], not read yet; of latent keys and values those of some heads."""
+    if isinstance(weight, JoinedTensor):
+        head = weight.shape[0] // weight.keys.shape[0]
+        heads = slice(span.start // head, span.stop // head)
+        parts = {"keys": by_outputs(weight.keys, heads), "values": by_outputs(weight.values, heads)}
+        weight = replace(weight, **parts)
     shape = (span.stop - span.start, *weight.shape[1:])
     each = weight.num_bytes // weight.shape[0]
     wanted, data = slice(span.start * each, span.stop * each), weight.data
@@ -165,14 +170,8 @@ def by_inputs(weight: WeightTensor, span: slice, size: int) -> WeightTensor:
         blocks = weight.data[:].reshape(outer, inner // kind.block, kind.size)
         return np.ascontiguousarray(blocks[:, first:last]).reshape(-1)
 
-    num_bytes = outer * (last - first) * kind.size
-    data = weight.data
-    made: Bytes = make() if isinstance(data, np.ndarray) else MadeBytes(_ranges(data), num_bytes, make)
+    made = made_of(weight.data, outer * (last - first) * kind.size, make)
     return replace(weight, shape=(outer, span.stop - span.start), data=made)
-
-
-def _ranges(data: FileBytes | MadeBytes) -> tuple[FileBytes, ...]:
-    return data.ranges if isinstance(data, MadeBytes) else (data,)
 
 
 def _blocks(type: str) -> GGMLType:
