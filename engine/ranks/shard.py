@@ -143,8 +143,7 @@ def by_outputs(weight: WeightTensor, span: slice) -> WeightTensor:
     if isinstance(weight, JoinedTensor):
         head = weight.shape[0] // weight.keys.shape[0]
         heads = slice(span.start // head, span.stop // head)
-        parts = {"keys": by_outputs(weight.keys, heads), "values": by_outputs(weight.values, heads)}
-        weight = replace(weight, **parts)
+        weight = replace(weight, keys=by_outputs(weight.keys, heads), values=by_outputs(weight.values, heads))
     shape = (span.stop - span.start, *weight.shape[1:])
     each = weight.num_bytes // weight.shape[0]
     wanted, data = slice(span.start * each, span.stop * each), weight.data
