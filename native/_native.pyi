@@ -508,9 +508,17 @@ class LinearRunner:
 class LatentUp:
     """The projection from latents to keys and values, by heads."""
 
-    def __init__(self, pool: WorkerPool, keys: PackedLinear, values: PackedLinear, heads: int, isa: str = "") -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        keys: PackedLinear,
+        values: PackedLinear,
+        heads: int,
+        isa: str = "",
+        deterministic: bool = False,
+    ) -> None:
         """
-        keys [heads * latent, nope], of each head transposed; values [heads * value, latent]. ValueError for sizes that do not go together.
+        keys [heads * latent, nope], of each head transposed; values [heads * value, latent]; each in a format of its own. ValueError for sizes that do not go together.
         """
 
     def absorb(

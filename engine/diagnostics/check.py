@@ -164,7 +164,7 @@ def _routed_alike(config: ModelConfig, reference: torch.Tensor, chosen: torch.Te
 def _types(source: WeightSource, layer: int) -> set[str]:
     modules = source.config.layers[layer].attention.modules(source.config.hidden_size)
     names = (f"model.layers.{layer}.{module.name}.weight" for module in modules if module.kind == "linear")
-    types = {source.tensor(name).type for name in names}
+    types = {stored.type for name in names for stored in source.tensor(name).stored}
     if source.config.is_sparse(layer):
         types |= {source.experts(layer).type(p) for p in ("gate", "up", "down")}
     return types

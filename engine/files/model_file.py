@@ -91,6 +91,13 @@ class MadeBytes:
 Bytes = npt.NDArray[np.uint8] | FileBytes | MadeBytes
 
 
+def made_of(data: Bytes, num_bytes: int, make: Callable[[], npt.NDArray[np.uint8]]) -> Bytes:
+    """What `make` makes of `data`; of bytes in memory at once."""
+    if isinstance(data, np.ndarray):
+        return make()
+    return MadeBytes(data.ranges if isinstance(data, MadeBytes) else (data,), num_bytes, make)
+
+
 def whole(data: Bytes) -> npt.NDArray[np.uint8] | FileBytes:
     """What may be read piece by piece: made bytes are made at once."""
     return data[:] if isinstance(data, MadeBytes) else data

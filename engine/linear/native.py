@@ -6,15 +6,14 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.errors import EngineError, UserError
-from engine.files.model_file import Bytes, FileBytes, MadeBytes
+from engine.files.model_file import Bytes
 from engine.linear.base import LatentUp, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import BlockEmbedding, Embedding, PackedEmbedding
 from engine.lora.adapter import LoraPair
+from engine.weights.latent import latent_halves
 from engine.weights.pack_cache import PackCache, PackKey
 from engine.weights.packed import (
     QUANTISED_FORMATS,
@@ -244,26 +243,15 @@ class NativeLinearBackend(LinearBackend):
         return NativeLinear(name, packed, self._runner, (n, k))
 
     def latent_up(self, name: str, weight: WeightTensor, heads: int, nope: int) -> LatentUp:
-        """Held as plain weights are: keys are transposed, and would have other blocks."""
-        n, rank = weight.shape
-        value = n // heads - nope
-
-        def half(part: str, shape: tuple[int, int], cut: Callable[[torch.Tensor], torch.Tensor]) -> NativeLinear:
-            def make() -> npt.NDArray[np.uint8]:
-                by_heads = weight.dequantise(torch.float32).view(heads, nope + value, rank)
-                return cut(by_heads).contiguous().view(torch.uint8).flatten().numpy()
-
-            ranges: tuple[FileBytes, ...] = (weight.data,) if isinstance(weight.data, FileBytes) else ()
-            if isinstance(weight.data, MadeBytes):
-                ranges = weight.data.ranges
-            held = MadeBytes(ranges, shape[0] * shape[1] * 4, make)
-            return self.load(f"{name}.{part}", WeightTensor(name, shape, "F32", held), None)
-
-        keys = half("keys", (heads * rank, nope), lambda w: w[:, :nope].transpose(1, 2))
-        values = half("values", (heads * value, rank), lambda w: w[:, nope:])
-        return NativeLatentUp(
-            self._native.LatentUp(self._pool, keys.packed, values.packed, heads, self._isa), keys, values, heads
+        """Each half in a format of its own (`latent_halves`)."""
+        stored = latent_halves(weight, heads, nope)
+        keys, values = (
+            self.load(f"{name}.{part}", half, None) for part, half in zip(("keys", "values"), stored, strict=True)
         )
+        kernel = self._native.LatentUp(
+            self._pool, keys.packed, values.packed, heads, self._isa, self._runner.deterministic
+        )
+        return NativeLatentUp(kernel, keys, values, heads)
 
     def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
         """Quantised, F16, or shared with the head: packed, if that loses nothing. A quantised type that has no packed

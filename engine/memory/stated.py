@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 
 from engine.architectures.parts.mlp import FLOAT32_MODULES
@@ -13,6 +12,7 @@ from engine.linear import native as native_linear
 from engine.linear.gpu import embedding_matrix
 from engine.memory.plan import Inputs, Statements
 from engine.units import format_bytes
+from engine.weights.latent import LATENT_UP, held_apart
 from engine.weights.layout import EMBED
 from engine.weights.packed import packed_bytes, plain_format, repacks
 from engine.weights.store import WeightTensor
@@ -21,7 +21,6 @@ from engine.weights.tiled.layout import matrix_of
 _BF16, _F32 = 2, 4
 _FLOAT32_WEIGHTS = tuple(f"{name}.weight" for name in FLOAT32_MODULES)
 _ON_NATIVE = ("native", "hybrid")
-LATENT_UP = "kv_b_proj.weight"
 _EXPERT_BIASES = tuple(f".mlp.experts.{part}_bias" for part in ("gate", "up", "down"))
 
 
@@ -72,11 +71,9 @@ def _linear_bytes(inputs: Inputs, tensor: WeightTensor) -> int:
 
 
 def _latent_up_bytes(inputs: Inputs, tensor: WeightTensor) -> int:
-    """Held as plain weights, whatever the file has."""
-    plain = replace(tensor, type="F32")
-    return (
-        _linear_bytes(inputs, plain) if inputs.linear_backend == "native" else prod(tensor.shape) * inputs.element_bytes
-    )
+    if inputs.linear_backend == "native":
+        return sum(_linear_bytes(inputs, half) for half in held_apart(inputs.source.config, tensor))
+    return prod(tensor.shape) * inputs.element_bytes
 
 
 def tiled_projections(inputs: Inputs) -> bool:
@@ -121,7 +118,7 @@ def dequantised_notes(inputs: Inputs) -> list[str]:
     if inputs.linear_backend == "native":
         names = [n for n in source.names() if n != EMBED and not n.endswith(_FLOAT32_WEIGHTS)]
         names += [EMBED] if source.config.tie_word_embeddings else []
-        for tensor in map(source.tensor, names):
+        for tensor in (held for name in names for held in held_apart(source.config, source.tensor(name))):
             if len(tensor.shape) == 2 and tensor.quantised and not repacks(tensor.type):
                 packed = packed_bytes(tensor, plain_format(inputs.element_bytes, inputs.config.quantise))
                 add(tensor, 1, packed - tensor.num_bytes)

@@ -114,7 +114,8 @@ def work_of(source: WeightSource, quantise: str | None = None) -> Work:
             continue
         tensor = source.tensor(name)
         size = math.prod(tensor.shape)
-        dense_bytes += _held(tensor, size, made if len(tensor.shape) > 1 else None)[1]
+        matrix = len(tensor.shape) > 1
+        dense_bytes += sum(_held(each, math.prod(each.shape), made if matrix else None)[1] for each in tensor.stored)
         if name == head:
             of_head = size
         else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.planning.placement import Placement
 from engine.planning.ranks import divides_experts
+from engine.weights.latent import held_apart
 from engine.weights.open import has_safetensors
 from engine.weights.packed import repacks
 from engine.weights.store import WeightSource, WeightTensor
@@ -52,7 +53,8 @@ def _packed(source: WeightSource, placement: Placement) -> Iterator[WeightTensor
         for layer in source.config.sparse_layers:
             yield from (source.experts(layer).expert(name, 0) for name in ("gate", "up", "down"))
     if "projections" in native:
-        yield from (source.tensor(name) for name in source.names() if name.endswith("_proj.weight"))
+        projections = (source.tensor(name) for name in source.names() if name.endswith("_proj.weight"))
+        yield from (held for tensor in projections for held in held_apart(source.config, tensor))
 
 
 def _quantise(config: EngineConfig, source: WeightSource, placement: Placement) -> str:

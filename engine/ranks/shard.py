@@ -24,11 +24,11 @@ from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.mlp import Sparse
 from engine.errors import UserError
 from engine.files.gguf.types import GGMLType, by_name
-from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, part
+from engine.files.model_file import MadeBytes, ModelFile, made_of, part
 from engine.ranks.heads import column_spans, delta_of, row_spans
 from engine.weights.layout import EMBED, HEAD
 from engine.weights.scaled_blocks import BLOCKS
-from engine.weights.store import ExpertStore, WeightSource, WeightTensor
+from engine.weights.store import ExpertStore, JoinedTensor, WeightSource, WeightTensor
 
 MOST_RANKS = 64
 
@@ -162,7 +162,12 @@ def _of_delta_net(weight: WeightTensor, net: DeltaNet, module: str, shard: Shard
 
 
 def by_outputs(weight: WeightTensor, *spans: slice) -> WeightTensor:
-    """Some rows of [out, in], or values of [out], one span's behind the other's, not read yet."""
+    """Some rows of [out, in], or values of [out], one span's behind the other's, not read yet; of latent keys and
+    values those of some heads."""
+    if isinstance(weight, JoinedTensor):
+        head = weight.shape[0] // weight.keys.shape[0]
+        heads = [slice(span.start // head, span.stop // head) for span in spans]
+        weight = replace(weight, keys=by_outputs(weight.keys, *heads), values=by_outputs(weight.values, *heads))
     count = sum(span.stop - span.start for span in spans)
     shape, each = (count, *weight.shape[1:]), weight.num_bytes // weight.shape[0]
     wanted, data = [slice(span.start * each, span.stop * each) for span in spans], weight.data
@@ -196,14 +201,8 @@ def by_inputs(weight: WeightTensor, *spans: slice, size: int) -> WeightTensor:
         blocks = weight.data[:].reshape(outer, inner // kind.block, kind.size)
         return np.concatenate([blocks[:, cut] for cut in cuts], 1).reshape(-1)
 
-    num_bytes = outer * sum(cut.stop - cut.start for cut in cuts) * kind.size
-    data = weight.data
-    made: Bytes = make() if isinstance(data, np.ndarray) else MadeBytes(_ranges(data), num_bytes, make)
+    made = made_of(weight.data, outer * sum(cut.stop - cut.start for cut in cuts) * kind.size, make)
     return replace(weight, shape=(outer, sum(span.stop - span.start for span in spans)), data=made)
-
-
-def _ranges(data: FileBytes | MadeBytes) -> tuple[FileBytes, ...]:
-    return data.ranges if isinstance(data, MadeBytes) else (data,)
 
 
 def _blocks(type: str) -> GGMLType:

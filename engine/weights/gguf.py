@@ -16,10 +16,10 @@ from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.registry import architecture_of, config_from_gguf
 from engine.errors import ModelFileError
 from engine.files.gguf.file import GGUFFile
-from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, part
+from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, made_of, part
 from engine.weights.checks import Found, refuse_extra, refuse_types, require, without_left_out
 from engine.weights.layout import GGUF_HEAD, Tensor, expert_shape, gguf_expert_name, tensors
-from engine.weights.store import ExpertStore, WeightSource, WeightTensor
+from engine.weights.store import ExpertStore, JoinedTensor, WeightSource, WeightTensor
 
 _PROJECTIONS = ("gate", "up", "down")
 
@@ -90,10 +90,11 @@ class GGUFSource(WeightSource):
         keys, values = halves
         return keys, values
 
-    def _joined(self, tensor: Tensor, keys: str, values: str) -> WeightTensor:
-        """Rows of keys, then of values, head by head, float32: what is stored across a row has other blocks."""
+    def _joined(self, tensor: Tensor, keys: str, values: str) -> JoinedTensor:
+        """Rows of keys, then of values, head by head."""
+        shapes = _half_shapes(tensor)  # of which the file may leave out dimensions of one
         stored = [self.file.tensors[name] for name in (keys, values)]
-        parts = [WeightTensor(held.name, held.shape, held.type, self.file.data(held.name)) for held in stored]
+        parts = [WeightTensor(held.name, shapes[held.name], held.type, self.file.data(held.name)) for held in stored]
 
         def make() -> npt.NDArray[np.uint8]:
             k, v = (part.dequantise(torch.float32) for part in parts)
@@ -102,7 +103,7 @@ class GGUFSource(WeightSource):
 
         size = math.prod(tensor.shape) * 4
         ranges = tuple(part.data for part in parts if isinstance(part.data, FileBytes))
-        return WeightTensor(tensor.name, tensor.shape, "F32", MadeBytes(ranges, size, make))
+        return JoinedTensor(tensor.name, tensor.shape, "F32", MadeBytes(ranges, size, make), *parts)
 
     def _single(self, layer: int) -> bool:
         """Whether experts are tensors of their own, as llama.cpp's converter wrote them at first."""
@@ -186,7 +187,7 @@ def _in_order(data: Bytes, tensor: Tensor) -> Bytes:
     def make() -> npt.NDArray[np.uint8]:
         return np.ascontiguousarray(data[:].reshape(rows, -1)[order]).reshape(-1)
 
-    return MadeBytes((data,), data.nbytes, make) if isinstance(data, FileBytes) else make()
+    return made_of(data, data.nbytes, make)
 
 
 def gguf_rows(module: Module) -> npt.NDArray[np.intp]:

@@ -39,6 +39,11 @@ class WeightTensor:
         return int(self.data.nbytes)
 
     @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """The tensors of the file that it is."""
+        return (self,)
+
+    @property
     def quantised(self) -> bool:
         return self.type not in ("F32", "F16", "BF16")
 
@@ -58,6 +63,20 @@ class WeightTensor:
         return WeightTensor(
             f"{self.name}[{index}]", self.shape[1:], self.type, part(self.data, slice(index * size, (index + 1) * size))
         )
+
+
+@dataclass(frozen=True)
+class JoinedTensor(WeightTensor):
+    """A projection from latents to keys and values [heads x (nope + value), latent] of which the file has two tensors:
+    `keys` [heads, latent, nope], each head's rows transposed, and `values` [heads, value, latent]. `data` is both as
+    float32 rows: across a row of keys the file has other blocks."""
+
+    keys: WeightTensor
+    values: WeightTensor
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        return self.keys, self.values
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,29 @@ def test_the_layer_behind_the_last_is_left_out(tmp_path: Path) -> None:
         open_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plan_states_keys_and_values_as_they_are_held(tmp_path: Path, dtype: str, expanded: bool) -> None:
+    """Two tensors of a file keep their blocks; of one the values do."""
+    sizes = {"num_hidden_layers": 1, "kv_lora_rank": 256, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    model = tiny_model(1, family="deepseek_v3", **sizes)
+    heads, wide = model.config.num_attention_heads, 4 if dtype == "float32" else 2
+    stated = {}
+    for kind in ("F32", "Q8_0"):
+        types = {"blk.0.attn_kv_b.weight": kind}
+        save_gguf(model, tmp_path / f"{kind}.gguf", "F32", "F32", types=types, expanded=expanded)
+        engine = Harness(tmp_path / f"{kind}.gguf", rules=None, dtype=dtype)
+        items = [item for item in engine.plan.memory.items if item.label == "dense weights"]
+        stated[kind] = sum(item.num_bytes for item in items)
+        (up,) = (layer.attention.kv_b for layer in engine.runner.model.layers)
+        engine.close()
+    keys, values = heads * 256 * 192, heads * 256 * 256
+    held = (keys * wide if expanded else keys * 34 // 32) + values * 34 // 32
+    assert up.num_bytes == held
+    saved = stated["F32"] - stated["Q8_0"]
+    assert abs(saved - ((keys + values) * wide - held)) <= 4 * 4096
+
+
 def test_a_plan_says_what_a_position_takes(tmp_path: Path) -> None:
     save_hf(tiny_model(family="deepseek_v3"), tmp_path)
     lines = plan_engine(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_tokens=64)).lines
@@ -531,8 +554,13 @@ def test_alone_and_in_company_the_tokens_are_the_same(adapters: Family, backend:
 
 @each_family
 @pytest.mark.parametrize("rules", ["reference", None])
-def test_check_agrees_with_a_sound_model(tmp_path: Path, family: str, rules: str | None) -> None:
-    save_gguf(tiny_model(1, family=family), tmp_path / "m.gguf", "Q8_0", "Q8_0")
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("others", ["Q8_0", "BF16"])
+def test_check_agrees_with_a_sound_model(
+    tmp_path: Path, family: str, others: str, expanded: bool, rules: str | None
+) -> None:
+    types = {f"blk.{layer}.attn_kv_b.weight": "Q8_0" for layer in range(3)}
+    save_gguf(tiny_model(1, family=family), tmp_path / "m.gguf", others, others, types=types, expanded=expanded)
     settings = {"dtype": "bfloat16", "kv_cache_tokens": 128, "max_num_batched_tokens": 32, "max_num_seqs": 1}
     config = EngineConfig(model=str(tmp_path / "m.gguf"), device="cpu", pack_cache="off", rules=rules, **settings)
     plan = plan_engine(config)

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from peft.tuners.lora.layer import LoraLayer
 from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
+from engine.architectures.parts.mla import Latent
+from engine.architectures.parts.rotation import Rotation
 from engine.architectures.registry import config_from_hf
 from engine.errors import UserError
+from engine.linear.native import NativeLinearBackend
 from engine.memory.costs import (
     LOGIT_ROWS,
     buffer_row_bytes,
@@ -25,12 +28,14 @@ from engine.memory.costs import (
 from engine.tuning import Batch, OpenRun, PublishRun, Sample
 from testing.models.tiny import FAMILIES, STATEFUL, save_hf, tiny_model
 from tests.architectures.test_glm4_moe_lite import SIZES
+from tests.native.test_latent import ALL, POOL, halves, joined
 from tests.training.models import ours
 from tests.tuning.conftest import Tuning, sample
 from training.layer import ExpertsLoraLayer
 from training.loop.load import load_adapter
 from training.loop.save import layer_of, module_name
 from training.service import model
+from training.service.parts import TrainedLatentUp
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -114,6 +119,22 @@ def test_what_layers_keep_is_in_the_memory_plan_whatever_the_size_of_a_micro_bat
     tokens, row = max(1, int(part * most)), buffer_row_bytes(config)
     rest = most * (config.num_hidden_layers * config.hidden_size * 4 + 2 * row) + logits_bytes(config, LOGIT_ROWS)
     assert layers_kept(config, tokens) * tokens * row <= training_bytes(config, most) - rest
+
+
+@given(of=halves(ALL), heads=st.integers(1, 4), tokens=st.integers(1, 5))
+def test_gradients_meet_the_file_s_latent_keys_and_values(of: tuple[str, str, int, int, int], heads: int, tokens: int):
+    """What sampling multiplies with, blocks too, float32."""
+    _, _, nope, value, rank = of
+    weight, exact = joined(heads, of, 1)
+    up = NativeLinearBackend(torch.float32, POOL).latent_up("kv_b", weight, heads, nope)
+    spec = Latent(heads, None, rank, nope, value, Rotation(32, 1e4, 64))
+    trained = TrainedLatentUp("kv_b", up, spec, POOL)
+    generator = torch.Generator().manual_seed(2)
+    absorbed, values = (torch.randn(tokens, heads, size, generator=generator) for size in (rank, value))
+    wanted = torch.einsum("thr,hnr->thn", absorbed, exact[:, :nope])
+    torch.testing.assert_close(trained.back(0, absorbed), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    wanted = torch.einsum("thv,hvr->thr", values, exact[:, nope:])
+    torch.testing.assert_close(trained.back(1, values), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
 def sampled_as_trained(tuning: Tuning) -> None:

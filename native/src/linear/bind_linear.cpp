@@ -103,11 +103,13 @@ void bind_linear(nb::module_& module) {
       .def(
           "__init__",
           [](LatentUp* self, WorkerPool& pool, const PackedLinear& keys, const PackedLinear& values, int heads,
-             const std::string& isa) { new (self) LatentUp(pool, choose_isa(isa), keys, values, heads); },
-          "pool"_a, "keys"_a, "values"_a, "heads"_a, "isa"_a = "", nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-          nb::keep_alive<1, 4>(),
-          "keys [heads * latent, nope], of each head transposed; values [heads * value, latent]. ValueError for sizes "
-          "that do not go together.")
+             const std::string& isa,
+             bool deterministic) { new (self) LatentUp(pool, choose_isa(isa), deterministic, keys, values, heads); },
+          "pool"_a, "keys"_a, "values"_a, "heads"_a, "isa"_a = "", "deterministic"_a = false, nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
+          "keys [heads * latent, nope], of each head transposed; values [heads * value, latent]; each in a format of "
+          "its "
+          "own. ValueError for sizes that do not go together.")
       .def(
           "absorb",
           [](LatentUp& self, Address x, int64_t x_stride, int64_t x_head_stride, Address out, int64_t out_stride,

@@ -11,8 +11,12 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kItemRows = 96;
-constexpr int64_t kItemPanels = 8;   // of few rows, so that heads are shared out where there are few
-constexpr int64_t kMostRank = 1024;  // of an adapter
+constexpr int64_t kFewRows = 16;
+constexpr int64_t kItemBytes = 1 << 16;  // weights of a work item with few rows, at most
+constexpr int64_t kFewRowItems = 4;      // so many a worker, or items of
+constexpr int64_t kLeastPanels = 2;      // panels, which kernels read side by side
+constexpr int64_t kManyRowPanels = 8;    // of many rows, which each item packs again: one a worker, or items of so many
+constexpr int64_t kMostRank = 1024;      // of an adapter
 
 void require(bool holds, const char* name, int64_t value, const std::string& allowed) {
   if (!holds) throw std::invalid_argument(name + (": " + std::to_string(value)) + "; allowed is " + allowed);
@@ -32,15 +36,16 @@ void pack_panels_of(const std::vector<float>& from, int64_t n, int64_t k, bool f
 
 }  // namespace
 
-LatentUp::LatentUp(WorkerPool& pool, Isa isa, const PackedLinear& keys, const PackedLinear& values, int heads)
-    : pool_(pool), kernels_(kernels(isa)), keys_(keys), values_(values), heads_(heads) {
+LatentUp::LatentUp(WorkerPool& pool, Isa isa, bool deterministic, const PackedLinear& keys, const PackedLinear& values,
+                   int heads)
+    : pool_(pool), kernels_(kernels(isa)), deterministic_(deterministic), keys_(keys), values_(values), heads_(heads) {
   if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
   require(heads >= 1, "heads", heads, "1 or more");
   require(keys.n() == heads * values.k(), "keys", keys.n(), "heads times the values' inputs");
   require(values.n() % heads == 0, "values", values.n(), "a multiple of heads");
   require(values.k() % kPanel == 0 && value() % kPanel == 0, "rows of a head", value(), "a multiple of 16");
   const auto bytes = [&](const PackedLinear& w) {
-    const int64_t row = kernels_.row_bytes(w.format(), w.k());
+    const int64_t row = std::max(kernels_.row_bytes(w.format(), w.k()), kernels_.row_bytes(Format::bf16, w.k()));
     return kItemRows * row + (kItemRows * odd_lines(w.n() / heads * 4) / 4 + w.k() + kMostRank) * 4;
   };
   scratch_bytes_ = round_up(std::max(bytes(keys), bytes(values)), 4096);
@@ -69,18 +74,46 @@ LatentUp::Held LatentUp::held(const int32_t* slots, int64_t tokens) const {
   return any ? found : Held{};
 }
 
+LatentUp::Cut LatentUp::cut(const PackedLinear& weights, int64_t tokens) const {
+  const bool few = tokens <= kFewRows;
+  Cut c{};
+  c.panels = weights.n() / heads_ / kPanel;
+  c.row_blocks = (tokens + kItemRows - 1) / kItemRows;
+  const int64_t least = few ? kLeastPanels : kManyRowPanels;
+  const int64_t wanted = pool_.threads() * (few ? kFewRowItems : 1);
+  int64_t parts = few ? (c.panels * weights.panel_bytes() + kItemBytes - 1) / kItemBytes : 1;
+  while (heads_ * parts * c.row_blocks < wanted && c.panels >= 2 * parts * least) parts *= 2;
+  c.item_panels = round_up((c.panels + parts - 1) / parts, kLeastPanels);
+  c.per_head = (c.panels + c.item_panels - 1) / c.item_panels;
+  c.items = heads_ * c.per_head * c.row_blocks;
+  return c;
+}
+
+std::vector<int64_t> LatentUp::begins(const PackedLinear& weights, const Cut& cut) const {
+  if (weights.shards() != pool_.groups()) return {0, cut.items};
+  std::vector<int64_t> begin;
+  for (int shard = 0; shard < weights.shards(); ++shard) {
+    const int64_t head = weights.first_panel(shard) / cut.panels, panel = weights.first_panel(shard) % cut.panels;
+    begin.push_back((head * cut.per_head + (panel + cut.item_panels - 1) / cut.item_panels) * cut.row_blocks);
+  }
+  begin.push_back(cut.items);
+  return begin;
+}
+
 void LatentUp::run(const PackedLinear& weights, bool keys, HeadRows<const void> in, HeadRows<void> out, int64_t tokens,
                    bool is_bf16, const int32_t* slots) {
   const Held adapters = held(slots, tokens);
-  const int64_t k = weights.k(), panels = weights.n() / heads_ / kPanel;
-  const int64_t step = tokens > 16 ? panels : std::min(panels, kItemPanels);
-  const int64_t cuts = (panels + step - 1) / step, blocks = (tokens + kItemRows - 1) / kItemRows;
-  const int64_t row_bytes = kernels_.row_bytes(weights.format(), k);
+  const Cut cut = this->cut(weights, tokens);
+  const Format format = weights.format();
+  const int64_t dequantised_from = deterministic_ ? 0 : kernels_.dequantised_from(format);
+  const bool dequantised = dequantised_from > 0 && tokens >= dequantised_from;
+  const int64_t k = weights.k(), row_bytes = kernels_.row_bytes_for(format, dequantised, k);
   const int64_t element = is_bf16 ? 2 : 4;
-  pool_.parallel_for(heads_ * blocks * cuts, [&](int64_t item, int worker) {
-    const int64_t block = item % blocks, cut = item / blocks % cuts, head = item / blocks / cuts;
-    const int64_t row = tokens * block / blocks, rows = tokens * (block + 1) / blocks - row;
-    const int64_t first = cut * step, count = std::min(step, panels - first);
+  const auto body = [&](int64_t item, int worker) {
+    const int64_t block = item % cut.row_blocks, part = item / cut.row_blocks % cut.per_head;
+    const int64_t head = item / cut.row_blocks / cut.per_head;
+    const int64_t row = tokens * block / cut.row_blocks, rows = tokens * (block + 1) / cut.row_blocks - row;
+    const int64_t first = part * cut.item_panels, count = std::min(cut.item_panels, cut.panels - first);
     uint8_t* x = scratch_.data() + scratch_bytes_ * worker;
     const int64_t stride = odd_lines(count * kPanel * 4) / 4;
     auto* tile = reinterpret_cast<float*>(x + kItemRows * row_bytes);
@@ -90,18 +123,20 @@ void LatentUp::run(const PackedLinear& weights, bool keys, HeadRows<const void> 
       return static_cast<const uint8_t*>(in.data) + at * element;
     };
     for (int64_t r = 0; r < rows; ++r) {
+      uint8_t* to = x + r * row_bytes;
       if (is_bf16)
-        kernels_.pack_bf16(weights.format(), reinterpret_cast<const uint16_t*>(source(r)), k, 0, k, x + r * row_bytes);
+        kernels_.pack(format, dequantised, reinterpret_cast<const uint16_t*>(source(r)), k, 0, k, to);
       else
-        kernels_.pack_f32(weights.format(), reinterpret_cast<const float*>(source(r)), k, 0, k, x + r * row_bytes);
+        kernels_.pack(format, dequantised, reinterpret_cast<const float*>(source(r)), k, 0, k, to);
     }
     // The panels of a shard follow each other; heads may lie across shards.
     for (int64_t p = 0; p < count;) {
-      const int64_t panel = head * panels + first + p;
+      const int64_t panel = head * cut.panels + first + p;
       int shard = 0;
       while (panel >= weights.first_panel(shard + 1)) ++shard;
       const int64_t n = std::min(count - p, weights.first_panel(shard + 1) - panel);
-      kernels_.dot({weights.format(), weights.panel(panel), n, k, x, row_bytes, rows, tile + p * kPanel, stride});
+      const DotArgs args{format, weights.panel(panel), n, k, x, row_bytes, rows, tile + p * kPanel, stride};
+      (dequantised ? kernels_.dot_dequantised : kernels_.dot)(args);
       p += n;
     }
     for (int64_t r = 0; r < rows; ++r) {
@@ -121,7 +156,12 @@ void LatentUp::run(const PackedLinear& weights, bool keys, HeadRows<const void> 
       else
         std::memcpy(static_cast<float*>(out.data) + at, values, static_cast<size_t>(count * kPanel) * 4);
     }
-  });
+  };
+  const std::vector<int64_t> begin = begins(weights, cut);
+  if (begin.size() > 2)
+    pool_.parallel_for_groups(begin, body);
+  else
+    pool_.parallel_for(cut.items, body);
 }
 
 void LatentUp::add(const Adapter& adapter, const Half& half, int64_t head, int64_t panel, int64_t panels, int64_t k,
@@ -149,7 +189,7 @@ void LatentUp::set_adapter(int slot, const LatentPair& pair) {
   auto made = std::make_shared<Adapter>();
   made->rank = rank;
   made->scale = pair.scale;
-  made->floats = keys_.adapter_format() == Format::f32;
+  made->floats = keys_.adapter_format() == Format::f32 || values_.adapter_format() == Format::f32;
   const int64_t element = made->floats ? 4 : 2;
   const auto read = [&](const void* data, int64_t at) {
     return pair.is_bf16 ? bf16_to_f32(static_cast<const uint16_t*>(data)[at]) : static_cast<const float*>(data)[at];

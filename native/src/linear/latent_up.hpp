@@ -5,7 +5,9 @@
 //
 // A row's adapter changes K_h and V_h by s B_h A, of which only products with vectors are made, through A's few rows.
 //
-// Work items are (head, rows, panels): of few rows the heads' weights are read once, as they lie.
+// Work items are (head, panels, rows), begun by the workers of the NUMA node where the panels lie; of few rows the
+// heads' weights are read once, as they lie. As in linear.hpp, quantised weights meet rows in int8, but in calls of
+// many rows they are dequantised to bf16 and meet bf16 rows, unless `deterministic`.
 #pragma once
 
 #include <cstdint>
@@ -41,9 +43,10 @@ struct LatentPair {
 
 class LatentUp {
  public:
-  // `keys` [heads * latent, nope]: of each head K_h^T; `values` [heads * value, latent]. Throws std::invalid_argument
-  // for sizes that do not go together.
-  LatentUp(WorkerPool& pool, Isa isa, const PackedLinear& keys, const PackedLinear& values, int heads);
+  // `keys` [heads * latent, nope]: of each head K_h^T; `values` [heads * value, latent]; each in its own format. Throws
+  // std::invalid_argument for sizes that do not go together.
+  LatentUp(WorkerPool& pool, Isa isa, bool deterministic, const PackedLinear& keys, const PackedLinear& values,
+           int heads);
 
   int heads() const { return heads_; }
   int64_t nope() const { return keys_.k(); }
@@ -72,6 +75,17 @@ class LatentUp {
   };
   using Held = std::vector<std::shared_ptr<const Adapter>>;  // by token, null without
 
+  // How a call is cut into work items.
+  struct Cut {
+    int64_t panels;       // of a head
+    int64_t item_panels;  // of a work item, at most
+    int64_t per_head;     // so many parts of a head's panels
+    int64_t row_blocks;
+    int64_t items;
+  };
+  Cut cut(const PackedLinear& weights, int64_t tokens) const;
+  // The first work item of each node's panels, and how many there are.
+  std::vector<int64_t> begins(const PackedLinear& weights, const Cut& cut) const;
   void run(const PackedLinear& weights, bool keys, HeadRows<const void> in, HeadRows<void> out, int64_t tokens,
            bool is_bf16, const int32_t* slots);
   void add(const Adapter& adapter, const Half& half, int64_t head, int64_t panel, int64_t panels, int64_t k,
@@ -80,6 +94,7 @@ class LatentUp {
 
   WorkerPool& pool_;
   const Kernels& kernels_;
+  bool deterministic_;
   const PackedLinear& keys_;
   const PackedLinear& values_;
   int heads_;
