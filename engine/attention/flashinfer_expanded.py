@@ -4,6 +4,7 @@ PIECE positions at a time, and what a query has of each piece is merged by the s
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,9 @@ class Expanded:
         library: Any = importlib.import_module("flashinfer")
         self._attend, self._merge = library.single_prefill_with_kv_cache, library.merge_state_in_place
         self._spec, self._backend, self._piece = spec, backend, PIECE
+        self._few = math.gcd(
+            spec.heads, 32
+        )  # heads of a row that are merged by one block of threads, which all must fit
         q = torch.zeros(1, spec.heads, spec.nope_dim + spec.rope_dim, dtype=dtype, device=device)
         self._run(q, q, q[..., : spec.value_dim].contiguous(), True)
 
@@ -83,7 +87,8 @@ class Expanded:
                 if piece.start == 0:
                     out[call.queries], sums[call.queries] = got, of_got
                 else:
-                    self._merge(out[call.queries], sums[call.queries], got, of_got)
+                    parts = (out[call.queries], sums[call.queries], got, of_got)
+                    self._merge(*(part.view(-1, self._few, *part.shape[2:]) for part in parts))
         return out
 
     def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Sequence[torch.Tensor]:

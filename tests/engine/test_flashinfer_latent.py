@@ -73,10 +73,11 @@ def attend(q: Any, k: Any, v: Any, causal: bool, sm_scale: float, return_lse: bo
     if causal:
         scores = scores.masked_fill(~torch.ones(len(q), len(k)).tril(len(k) - len(q)).bool(), -torch.inf)
     out = torch.einsum("hts,shd->thd", scores.softmax(-1), v.float())
-    return out.to(q.dtype), (scores.logsumexp(-1) / math.log(2)).T.contiguous()
+    return out.to(q.dtype).contiguous(), (scores.logsumexp(-1) / math.log(2)).T.contiguous()
 
 
 def merge(v: torch.Tensor, s: torch.Tensor, other: torch.Tensor, of_other: torch.Tensor) -> None:
+    assert all(part.is_contiguous() for part in (v, s, other, of_other)) and v.shape[1] * v.shape[2] // 8 <= 1024
     both = torch.logaddexp2(s, of_other)
     mine, theirs = (torch.exp2(each - both)[..., None] for each in (s, of_other))
     v.copy_(v.float() * mine + other.float() * theirs)

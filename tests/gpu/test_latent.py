@@ -134,22 +134,22 @@ def test_a_step_is_cut_where_a_wrapper_is_full(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("prefill", ["fa2", "fa3"])
-@pytest.mark.parametrize(("nope", "value"), [(128, 128), (192, 256), (64, 128)])
-def test_long_chunks_are_expanded(monkeypatch, nope: int, value: int, prefill: str) -> None:
+@pytest.mark.parametrize(("heads", "nope", "value"), [(128, 128, 128), (20, 192, 256), (16, 64, 128)])
+def test_long_chunks_are_expanded(monkeypatch, heads: int, nope: int, value: int, prefill: str) -> None:
     """In pieces of 64 positions, behind a part of the sequence and before shorter rows; the oracle is float32."""
     monkeypatch.setattr("engine.attention.flashinfer_expanded.PIECE", 64)
-    device, of = torch.device("cuda"), Latent(16, None, 512, nope, value, Rotation(64, 1e4, 2048))
+    device, of = torch.device("cuda"), Latent(heads, None, 512, nope, value, Rotation(64, 1e4, 2048))
     if prefill == "fa3" and (why := fa3_limit(torch.cuda.get_device_capability(device), BF16)):
         pytest.skip(why)
     ours = FlashInferLatentAttention(of, [0], BLOCKS, BF16, device, 8, BLOCKS, prefill=prefill, longest=20)
     theirs = ReferenceLatentAttention(of, [0], BLOCKS, F32, device)
     g = torch.Generator().manual_seed(nope)
-    weight = torch.randn(16, nope + value, 512, generator=g).cuda() / 16
+    weight = torch.randn(heads, nope + value, 512, generator=g).cuda() / 16
     up, exact = TorchLatentUp(weight.to(BF16), nope), TorchLatentUp(weight.to(BF16).float(), nope)
     rows = Sequences(3, 3)
     for tokens in ([300, 7, 40], [20, 1, 150], [1, 64, 19]):
         step = rows.step(tokens, device)
-        q = torch.randn(step.num_tokens, 16, nope + 64, generator=g).to(device, BF16) * 0.3
+        q = torch.randn(step.num_tokens, heads, nope + 64, generator=g).to(device, BF16) * 0.3
         kept = torch.randn(step.num_tokens, 1, 576, generator=g).to(device, BF16)
         ours.plan(step)
         theirs.plan(step)
@@ -159,7 +159,7 @@ def test_long_chunks_are_expanded(monkeypatch, nope: int, value: int, prefill: s
             kept.float(),
             kept.float()[..., :512],
         )
-        want, got = exact.values(want, None), q.new_empty(step.num_tokens, 16, value)
+        want, got = exact.values(want, None), q.new_empty(step.num_tokens, heads, value)
         ours.keep(0, kept)
         assert len(ours.longs) == sum(count >= 20 for count in tokens)
         for number, span in enumerate(ours.longs):
