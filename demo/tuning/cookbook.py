@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen/Qwen3-30B-A3B", help="name of the served demo model")
     parser.add_argument("--log", type=Path, required=True, help="a folder that is not there yet")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--answers", type=int, default=16, help="of a group")
     parser.add_argument("--rate", type=float, default=3e-3)
