@@ -76,8 +76,9 @@ def test_equals_the_cpu(kernel_device: torch.device, hybrid: bool, kinds: tuple[
             torch.cuda.synchronize()
         streamed.check()
         assert touched(streamed) == [distinct(b)] * LAYERS
-        for layer, out in zip(layers, outs, strict=True):
-            assert error(out.cpu(), expected(layer, b, adapters)) < bound
+        for number, (layer, out) in enumerate(zip(layers, outs, strict=True)):
+            found = error(out.cpu(), expected(layer, b, adapters))
+            assert found < bound, (step, number)
     streamed.close()
 
 
