@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from engine.architectures.config import ModelConfig
-from engine.architectures.parts.mlp import FLOAT32_MODULES
+from engine.architectures.parts.mlp import ROUTERS
 
 _BF16, _F32 = 2, 4
 _KEPT_BYTES = 1 << 30  # of a training micro-batch's layers, for their backward
@@ -48,7 +48,7 @@ def _linear_values(config: ModelConfig, *, attention: bool) -> Iterator[int]:
     """Of A and B per unit of rank, of the projections of attention, or of all others."""
     for index in range(config.num_hidden_layers):
         for module in config.modules(index):
-            adapted = module.kind == "linear" and module.name not in FLOAT32_MODULES
+            adapted = module.kind == "linear" and module.name not in ROUTERS
             if adapted and module.name.startswith("self_attn.") is attention:
                 yield sum(module.shape)
 
@@ -77,6 +77,7 @@ def training_bytes(config: ModelConfig, tokens: int) -> int:
 
 def training_run_bytes(config: ModelConfig, rank: int, targets: Collection[str] = ("attention", "mlp")) -> int:
     """A run on attention, on every expert, or on both: masters, gradients and two moments, float32."""
+    config = config.of_safetensors  # an adapter in training has the modules of its file
     values = sum(_linear_values(config, attention=True)) if "attention" in targets else 0
     if "mlp" in targets:
         values += sum(_linear_values(config, attention=False)) + expert_adapter_bytes_per_rank(config) // _BF16
