@@ -227,8 +227,10 @@ def gated_norm(out: torch.Tensor, z: torch.Tensor, vectors: DeltaVectors) -> tor
 def whole_sequence(given: Ruled, conv: torch.Tensor, spec: DeltaNet) -> torch.Tensor:
     """Convolution and rule over a sequence from its first position on: [T, heads, value_dim]. Differentiable; there is
     no state before the first chunk, and none is made behind the last."""
-    mixed, _ = _convolved(given.qkv, given.qkv.new_zeros(len(conv) - 1, conv.shape[1]), conv)
-    q, k, v = _heads(mixed, spec)
+    seen = F.pad(given.qkv, (0, 0, len(conv) - 1, 0))
+    # tap by tap: conv1d would keep its input, which is a copy, for backward
+    taps = (seen[tap : tap + len(given.qkv)] * weight for tap, weight in enumerate(conv))
+    q, k, v = _heads(F.silu(sum(taps, seen.new_zeros(()))), spec)
     found, s = [], None
     for at in range(0, len(q), CHUNK):
         part = slice(at, at + CHUNK)

@@ -20,10 +20,10 @@ from engine.architectures.registry import config_from_hf
 from engine.linear.native import NativeLinearBackend
 from engine.memory.costs import (
     LOGIT_ROWS,
-    buffer_row_bytes,
     layers_kept,
     logits_bytes,
     training_bytes,
+    training_row_bytes,
     training_run_bytes,
 )
 from engine.tuning import Batch, OpenRun, PublishRun, Sample
@@ -118,7 +118,7 @@ def test_they_are_the_same_whichever_layers_are_computed_again(tmp_path: Path, m
 @given(most=st.integers(1, 1 << 20), part=st.floats(0, 1))
 def test_what_layers_keep_is_in_the_memory_plan_whatever_the_size_of_a_micro_batch(most: int, part: float):
     config = config_from_hf(tiny_model().config.to_dict())
-    tokens, row = max(1, int(part * most)), buffer_row_bytes(config)
+    tokens, row = max(1, int(part * most)), training_row_bytes(config)
     rest = most * (config.num_hidden_layers * config.hidden_size * 4 + 2 * row) + logits_bytes(config, LOGIT_ROWS)
     assert layers_kept(config, tokens) * tokens * row <= training_bytes(config, most) - rest
 

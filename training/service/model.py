@@ -97,8 +97,8 @@ class _Layer:
 
 
 class ServedModel:
-    """`linears`: shapes [out, in] of the projections that an adapter can be trained on, by module name, as adapter files
-    have them. UserError for a model, or backends of it, that cannot be trained."""
+    """`linears`: shapes [out, in] of the projections that an adapter can be trained on, by module name, as adapter
+    files have them. UserError for a model, or backends of it, that cannot be trained."""
 
     def __init__(self, model: CausalLM) -> None:
         if model.group.size > 1 or model.device.type != "cpu":
@@ -236,7 +236,7 @@ class ServedModel:
             return self._delta(attention)
         if not isinstance(attention, GroupedQueryAttention):
             raise UserError(
-                "--fine-tuning trains attention that keeps keys and values, latents or states; this model has other layers",
+                "--fine-tuning trains attention over keys and values or latents, and delta nets; this model has other layers",
                 "fine_tuning",
             )
         spec = attention.spec
