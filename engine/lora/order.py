@@ -40,7 +40,7 @@ def in_order(linears: dict[str, LoraPair], config: ModelConfig) -> dict[str, Lor
 
 def stored_modules(config: ModelConfig) -> dict[str, Stored]:
     """By name the modules of `config` that have another form in `config.of_safetensors`, and what they are there."""
-    found = {}
+    found: dict[str, Stored] = {}
     for index, layer in enumerate(config.layers):
         net = layer.attention
         if isinstance(net, DeltaNet) and net != net.of_safetensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.rotation import Rotation
 from engine.architectures.registry import config_from_hf
+from engine.errors import UserError
 from engine.linear.native import NativeLinearBackend
 from engine.memory.costs import (
     LOGIT_ROWS,
@@ -150,3 +152,15 @@ def sampled_as_trained(tuning: Tuning) -> None:
     found = tuning.logprobs([Sample(text[:-1], text[1:], {"weights": [1.0] * (len(text) - 1)})])[0]
     wanted = [entry.chosen.logprob for entry in result.logprobs]
     np.testing.assert_allclose(found[len(prompt) - 1 :], wanted, rtol=1e-4, atol=2e-5)
+
+
+def test_ranks_and_gpus_are_refused(tmp_path: Path):
+    save_hf(tiny_model(family="qwen3_next"), tmp_path)
+    tuning = Tuning(tmp_path)
+    served = tuning.engine.runner.model
+    for part, other in (("group", SimpleNamespace(size=2)), ("device", torch.device("cuda"))):
+        held = {name: getattr(served, name) for name in ("config", "group", "device")} | {part: other}
+        with pytest.raises(UserError, match="on a CPU, without --tensor-parallel") as caught:
+            model.ServedModel(SimpleNamespace(**held))
+        assert caught.value.field == "fine_tuning"
+    tuning.engine.close()

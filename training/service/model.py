@@ -236,7 +236,7 @@ class ServedModel:
             return self._delta(attention)
         if not isinstance(attention, GroupedQueryAttention):
             raise UserError(
-                "--fine-tuning trains attention over keys and values or latents, and delta nets; this model has other layers",
+                "--fine-tuning trains attention over keys and values or latents, and delta nets; this model has others",
                 "fine_tuning",
             )
         spec = attention.spec
