@@ -125,11 +125,8 @@ class ReferenceDeltaNet(DeltaBackend):
         if self._batch is None:
             raise EngineError("plan() comes before mix()")
         batch, spec, w = self._batch, self._spec, vectors
-        wide = [part.float() for part in given.wide]
-        qkv, z = split_wide(wide[0], spec) if spec.fused else wide
-        b, a = split_gates(given.gates[0], spec) if spec.fused_gates else given.gates
-        ruled = Ruled(qkv, w.decay * F.softplus(a + w.dt_bias), torch.sigmoid(b))
-        out = qkv.new_empty((len(qkv), spec.value_heads, spec.value_dim))
+        ruled, z = ruled_inputs(given, w, spec)
+        out = ruled.qkv.new_empty((len(ruled.qkv), spec.value_heads, spec.value_dim))
         starts, single = batch.row_starts, []
         for row, state in enumerate(batch.states):
             plain = state.source == state.slot and not (state.saves or state.replayed or state.keeps)
@@ -139,8 +136,7 @@ class ReferenceDeltaNet(DeltaBackend):
                 self._row(layer, row, batch, ruled, w.conv, out)
         if single:
             self._single(layer, single, batch, ruled, w.conv, out)
-        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm_eps) * w.norm
-        return (normed.flatten(1) * F.silu(z)).to(given.wide[0].dtype)
+        return gated_norm(out, z, w).to(given.wide[0].dtype)
 
     def _row(
         self, layer: int, row: int, batch: BatchLayout, given: Ruled, conv: torch.Tensor, out: torch.Tensor
@@ -214,6 +210,38 @@ class ReferenceDeltaNet(DeltaBackend):
         out[tokens] = (q[:, :, None] @ s)[:, :, 0]
 
 
+def ruled_inputs(given: DeltaInputs, vectors: DeltaVectors, spec: DeltaNet) -> tuple[Ruled, torch.Tensor]:
+    """What the convolution and the rule get, and z [T, value_width]; float32."""
+    wide = [part.float() for part in given.wide]
+    qkv, z = split_wide(wide[0], spec) if spec.fused else wide
+    b, a = split_gates(given.gates[0], spec) if spec.fused_gates else given.gates
+    return Ruled(qkv, vectors.decay * F.softplus(a + vectors.dt_bias), torch.sigmoid(b)), z
+
+
+def gated_norm(out: torch.Tensor, z: torch.Tensor, vectors: DeltaVectors) -> torch.Tensor:
+    """out [T, heads, value_dim], z [T, value_width] -> [T, value_width], float32."""
+    normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + vectors.norm_eps) * vectors.norm
+    return normed.flatten(1) * F.silu(z)
+
+
+def whole_sequence(given: Ruled, conv: torch.Tensor, spec: DeltaNet) -> torch.Tensor:
+    """Convolution and rule over a sequence from its first position on: [T, heads, value_dim]. Differentiable; there is
+    no state before the first chunk, and none is made behind the last."""
+    seen = F.pad(given.qkv, (0, 0, len(conv) - 1, 0))
+    # tap by tap: conv1d would keep its input, which is a copy, for backward
+    taps = (seen[tap : tap + len(given.qkv)] * weight for tap, weight in enumerate(conv))
+    q, k, v = _heads(F.silu(sum(taps, seen.new_zeros(()))), spec)
+    found, s = [], None
+    for at in range(0, len(q), CHUNK):
+        part = slice(at, at + CHUNK)
+        chunk = (q[part], k[part], v[part], given.decay[part], given.rate[part])
+        out, written = _chunk(*chunk, s)
+        found.append(out)
+        if at + CHUNK < len(q):
+            s = _behind(k[part], given.decay[part], written, s)
+    return torch.cat(found)
+
+
 def split_wide(fused: torch.Tensor, spec: DeltaNet) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, key_heads x (q, k, v, z of the head)] -> [q | k | v], z."""
     values = spec.value_width // spec.key_heads
@@ -266,16 +294,36 @@ def delta_chunks(
     out = torch.empty_like(v)
     for at in range(0, len(q), CHUNK):
         part = slice(at, at + CHUNK)
-        qc, kc, vc = (x[part].transpose(0, 1) for x in (q, k, v))  # [H, C, ...]
-        sums, beta = decay[part].T.cumsum(-1), rate[part].T[..., None]
-        later = torch.ones((qc.shape[1],) * 2, dtype=torch.bool, device=q.device).triu(1)
-        between = (sums[:, :, None] - sums[:, None]).masked_fill(later, -torch.inf).exp()  # [H, C, C]
-        grown = sums.exp()[..., None]
-        system = (beta * kc @ kc.transpose(1, 2) * between).tril(-1)
-        known = torch.cat((beta * vc, beta * grown * kc), dim=-1)
-        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-        written = solved[..., : v.shape[-1]] - solved[..., v.shape[-1] :] @ s
-        out[part] = (qc * grown @ s + (qc @ kc.transpose(1, 2) * between) @ written).transpose(0, 1)
-        last = sums[:, -1:]
-        s = s * last.exp()[..., None] + (kc * (last - sums).exp()[..., None]).transpose(1, 2) @ written
+        out[part], written = _chunk(q[part], k[part], v[part], decay[part], rate[part], s)
+        s = _behind(k[part], decay[part], written, s)
     return out, s
+
+
+def _chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    rate: torch.Tensor,
+    s: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`delta_chunks` of one chunk of C tokens: outputs [C, H, E], and what they write, u [H, C, E]. s None: zero."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [H, C, ...]
+    sums, beta = decay.T.cumsum(-1), rate.T[..., None]
+    later = torch.ones((q.shape[1],) * 2, dtype=torch.bool, device=q.device).triu(1)
+    between = (sums[:, :, None] - sums[:, None]).masked_fill(later, -torch.inf).exp()  # [H, C, C]
+    grown = sums.exp()[..., None]
+    system = (beta * k @ k.transpose(1, 2) * between).tril(-1)
+    known = beta * v if s is None else torch.cat((beta * v, beta * grown * k), dim=-1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    written = solved if s is None else solved[..., : v.shape[-1]] - solved[..., v.shape[-1] :] @ s
+    out = (q @ k.transpose(1, 2) * between) @ written
+    return (out if s is None else q * grown @ s + out).transpose(0, 1), written
+
+
+def _behind(k: torch.Tensor, decay: torch.Tensor, written: torch.Tensor, s: torch.Tensor | None) -> torch.Tensor:
+    """The state behind a chunk that began with s: [H, D, E], a fresh tensor."""
+    sums = decay.T.cumsum(-1)
+    last = sums[:, -1:]
+    change = (k.transpose(0, 1) * (last - sums).exp()[..., None]).transpose(1, 2) @ written
+    return change if s is None else s * last.exp()[..., None] + change

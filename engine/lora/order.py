@@ -2,58 +2,72 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.delta import DeltaNet
 from engine.lora.adapter import LoraPair
 
-_Rows = npt.NDArray[np.intp]
+
+@dataclass(frozen=True)
+class Stored:
+    """Where the pair of a module comes from: the module `name` of adapters, of its B some `rows`, of its A some
+    `columns`, both int64; None: all, as they are."""
+
+    name: str
+    rows: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+
+    def taken(self, pair: LoraPair) -> LoraPair:
+        """Differentiable."""
+        a = pair.a if self.columns is None else pair.a[:, self.columns]
+        return replace(pair, a=a, b=pair.b if self.rows is None else pair.b[self.rows])
 
 
 def in_order(linears: dict[str, LoraPair], config: ModelConfig) -> dict[str, LoraPair]:
     """Pairs by the modules and rows of `config`, from those of `config.of_safetensors`."""
-    result = dict(linears)
+    others = stored_modules(config)
+    names = {stored.name for stored in others.values()}
+    result = {name: pair for name, pair in linears.items() if name not in names}
+    return result | {
+        name: stored.taken(linears[stored.name]) for name, stored in others.items() if stored.name in linears
+    }
+
+
+def stored_modules(config: ModelConfig) -> dict[str, Stored]:
+    """By name the modules of `config` that have another form in `config.of_safetensors`, and what they are there."""
+    found: dict[str, Stored] = {}
     for index, layer in enumerate(config.layers):
         net = layer.attention
         if isinstance(net, DeltaNet) and net != net.of_safetensors:
-            _reorder(result, f"model.layers.{index}.self_attn", net)
-    return result
+            at = f"model.layers.{index}.self_attn"
+            found |= {f"{at}.{name}": replace(of, name=f"{at}.{of.name}") for name, of in _stored(net)}
+    return found
 
 
-def _reorder(linears: dict[str, LoraPair], at: str, net: DeltaNet) -> None:
-    if net.fused_gates and not net.fused and (pair := linears.pop(f"{at}.qkvz_proj", None)) is not None:
-        qkv, z = _parted(net)
-        linears[f"{at}.qkv_proj"], linears[f"{at}.z_proj"] = _rows(pair, qkv), _rows(pair, z)
+def _stored(net: DeltaNet) -> Iterator[tuple[str, Stored]]:
+    if net.fused_gates and not net.fused:
+        for name, rows in zip(("qkv_proj", "z_proj"), _parted(net), strict=True):
+            yield name, Stored("qkvz_proj", rows)
     if not net.tiled:
         return
     heads = np.arange(net.value_heads).reshape(net.key_heads, -1).T.reshape(-1)  # whose is each head here
     values = (heads[:, None] * net.value_dim + np.arange(net.value_dim)).reshape(-1)
     keys = 2 * net.key_width
-    orders = {
-        "qkv_proj": np.concatenate((np.arange(keys), keys + values)),
-        "z_proj": values,
-        "in_proj_b": heads,
-        "in_proj_a": heads,
-    }
-    for name, order in orders.items():
-        if (pair := linears.get(f"{at}.{name}")) is not None:
-            linears[f"{at}.{name}"] = _rows(pair, order)
-    if (pair := linears.get(f"{at}.out_proj")) is not None:
-        linears[f"{at}.out_proj"] = replace(pair, a=pair.a[:, torch.from_numpy(values)])
+    yield "qkv_proj", Stored("qkv_proj", torch.from_numpy(np.concatenate((np.arange(keys), keys + values))))
+    yield "z_proj", Stored("z_proj", torch.from_numpy(values))
+    for gate in ("in_proj_b", "in_proj_a"):
+        yield gate, Stored(gate, torch.from_numpy(heads))
+    yield "out_proj", Stored("out_proj", columns=torch.from_numpy(values))
 
 
-def _parted(net: DeltaNet) -> tuple[_Rows, _Rows]:
+def _parted(net: DeltaNet) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a projection to q, k, v, z by key heads the rows of [q | k | v], and those of z."""
     shared = net.value_width // net.key_heads
-    rows = np.arange(net.channels + net.value_width).reshape(net.key_heads, -1)
-    q, k, v, z = np.split(rows, np.cumsum([net.key_dim, net.key_dim, shared]), axis=1)
-    return np.concatenate([part.reshape(-1) for part in (q, k, v)]), z.reshape(-1)
-
-
-def _rows(pair: LoraPair, order: _Rows) -> LoraPair:
-    return replace(pair, b=pair.b[torch.from_numpy(order)])
+    rows = torch.arange(net.channels + net.value_width).view(net.key_heads, -1)
+    q, k, v, z = (part.reshape(-1) for part in torch.split(rows, [net.key_dim, net.key_dim, shared, shared], 1))
+    return torch.cat((q, k, v)), z

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from engine.architectures.config import ModelConfig
-from engine.architectures.parts.mlp import FLOAT32_MODULES
+from engine.architectures.parts.mlp import ROUTERS
 
 _BF16, _F32 = 2, 4
 _KEPT_BYTES = 1 << 30  # of a training micro-batch's layers, for their backward
@@ -19,8 +19,12 @@ _WEIGHT_FILES = (".safetensors", ".bin", ".pt")
 def buffer_row_bytes(config: ModelConfig, *, experts: bool = True) -> int:
     """A step's activations for each token, float32, a few copies of each alive at a time. `experts`: those inside the
     experts too; the native backend states its own."""
+    return _row_bytes(config, max(layer.attention.row_values(config.hidden_size) for layer in config.layers), experts)
+
+
+def _row_bytes(config: ModelConfig, attention: int, experts: bool) -> int:
+    """`attention`: values of that of a layer."""
     hidden = config.hidden_size
-    attention = max(layer.attention.row_values(hidden) for layer in config.layers)
     mlp = max(
         layer.mlp.row_values(hidden) - (0 if experts else layer.mlp.expert_values(hidden)) for layer in config.layers
     )
@@ -48,7 +52,7 @@ def _linear_values(config: ModelConfig, *, attention: bool) -> Iterator[int]:
     """Of A and B per unit of rank, of the projections of attention, or of all others."""
     for index in range(config.num_hidden_layers):
         for module in config.modules(index):
-            adapted = module.kind == "linear" and module.name not in FLOAT32_MODULES
+            adapted = module.kind == "linear" and module.name not in ROUTERS
             if adapted and module.name.startswith("self_attn.") is attention:
                 yield sum(module.shape)
 
@@ -60,23 +64,29 @@ def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:
     )
 
 
+def training_row_bytes(config: ModelConfig) -> int:
+    """`buffer_row_bytes` of training beside serving: what a layer's backward needs of each token."""
+    return _row_bytes(config, max(layer.attention.trained_values(config.hidden_size) for layer in config.layers), True)
+
+
 def layers_kept(config: ModelConfig, tokens: int) -> int:
     """How many layers of a micro-batch keep what their backward needs; the others are computed again. A smaller
     micro-batch may keep more of them, in the same memory."""
-    return min(config.num_hidden_layers, _KEPT_BYTES // (tokens * buffer_row_bytes(config)))
+    return min(config.num_hidden_layers, _KEPT_BYTES // (tokens * training_row_bytes(config)))
 
 
 def training_bytes(config: ModelConfig, tokens: int) -> int:
     """Of a micro-batch beside serving (`training/service`): each layer's input, what the forward of some layers keeps
     for their backward, of one more, and the gradients of that, and the logits of `LOGIT_ROWS` rows, a few
     copies; float32."""
-    inputs, row = config.num_hidden_layers * config.hidden_size * _F32, buffer_row_bytes(config)
+    inputs, row = config.num_hidden_layers * config.hidden_size * _F32, training_row_bytes(config)
     kept = min(config.num_hidden_layers * tokens * row, _KEPT_BYTES)
     return kept + tokens * (inputs + 2 * row) + logits_bytes(config, LOGIT_ROWS)
 
 
 def training_run_bytes(config: ModelConfig, rank: int, targets: Collection[str] = ("attention", "mlp")) -> int:
     """A run on attention, on every expert, or on both: masters, gradients and two moments, float32."""
+    config = config.of_safetensors  # an adapter in training has the modules of its file
     values = sum(_linear_values(config, attention=True)) if "attention" in targets else 0
     if "mlp" in targets:
         values += sum(_linear_values(config, attention=False)) + expert_adapter_bytes_per_rank(config) // _BF16

@@ -28,7 +28,6 @@ from tests.engine.parity import BACKENDS, CLEAR, prompts
 from tests.lora.test_gguf import with_lora
 from tests.native.batches import batch
 from tests.native.isas import ISAS
-from training.service.model import ServedModel
 
 
 @pytest.fixture(scope="module")
@@ -243,14 +242,6 @@ def test_padded_steps_without_a_gpu_are_refused(model_folder):
     with pytest.raises(UserError, match="keep a state of each sequence") as caught:
         Harness(model_folder[1], cuda_graphs="padded")
     assert caught.value.field == "cuda_graphs"
-
-
-def test_training_beside_serving_is_refused(model_folder):
-    engine = Harness(model_folder[1])
-    with pytest.raises(UserError, match="no backward pass beside serving; `ktserve train` has") as caught:
-        ServedModel(engine.runner.model)
-    assert caught.value.field == "fine_tuning"
-    engine.close()
 
 
 # ---- adapters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from peft.tuners.lora.layer import LoraLayer
 from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
+from engine.architectures.names import StoredNames
+from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.rotation import Rotation
 from engine.architectures.registry import config_from_hf
@@ -19,14 +22,14 @@ from engine.errors import UserError
 from engine.linear.native import NativeLinearBackend
 from engine.memory.costs import (
     LOGIT_ROWS,
-    buffer_row_bytes,
     layers_kept,
     logits_bytes,
     training_bytes,
+    training_row_bytes,
     training_run_bytes,
 )
 from engine.tuning import Batch, OpenRun, PublishRun, Sample
-from testing.models.tiny import FAMILIES, STATEFUL, save_hf, tiny_model
+from testing.models.tiny import TRAINED, save_hf, tiny_model
 from tests.architectures.test_glm4_moe_lite import SIZES
 from tests.native.test_latent import ALL, POOL, halves, joined
 from tests.training.models import ours
@@ -47,6 +50,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             for matrix, parameter in module.lora("default").named_parameters():
                 found[f"model.layers.{layer_of(name)}.mlp.experts.{matrix}"] = parameter.grad
         elif isinstance(module, LoraLayer) and "default" in module.lora_A:
+            name = StoredNames(DeltaNet.STORED).canonical(name)
             for half in ("A", "B"):
                 found[f"{name}.lora_{half.lower()}"] = getattr(module, f"lora_{half}")["default"].weight.grad
     return found
@@ -60,7 +64,7 @@ def saved(family: str, folder: Path) -> None:
         save_hf(tiny_model(family=family), folder)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "glm4_moe_lite"])
+@pytest.mark.parametrize("family", [*TRAINED, "glm4_moe_lite"])
 def test_gradients_are_those_of_peft(family: str, tmp_path: Path):
     saved(family, tmp_path)
     tuning = Tuning(tmp_path)
@@ -70,7 +74,7 @@ def test_gradients_are_those_of_peft(family: str, tmp_path: Path):
         for name, parameter in adapter.parameters.items():
             if name.endswith("_b"):
                 parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    texts = [sample(n, 9 + 8 * n) for n in range(3)]  # within gpt-oss' windows, and longer
+    texts = [sample(n, 9 + 65 * n) for n in range(3)]  # within gpt-oss' windows and a chunk of delta nets, and longer
     loss = tuning.ask(Batch(texts)).metrics["loss"]
 
     model = ours(tmp_path)
@@ -116,7 +120,7 @@ def test_they_are_the_same_whichever_layers_are_computed_again(tmp_path: Path, m
 @given(most=st.integers(1, 1 << 20), part=st.floats(0, 1))
 def test_what_layers_keep_is_in_the_memory_plan_whatever_the_size_of_a_micro_batch(most: int, part: float):
     config = config_from_hf(tiny_model().config.to_dict())
-    tokens, row = max(1, int(part * most)), buffer_row_bytes(config)
+    tokens, row = max(1, int(part * most)), training_row_bytes(config)
     rest = most * (config.num_hidden_layers * config.hidden_size * 4 + 2 * row) + logits_bytes(config, LOGIT_ROWS)
     assert layers_kept(config, tokens) * tokens * row <= training_bytes(config, most) - rest
 
@@ -150,8 +154,13 @@ def sampled_as_trained(tuning: Tuning) -> None:
     np.testing.assert_allclose(found[len(prompt) - 1 :], wanted, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("family", STATEFUL)
-def test_models_that_are_not_trained_are_refused_by_name(family: str, tmp_path: Path):
-    save_hf(tiny_model(family=family), tmp_path)
-    with pytest.raises(UserError, match="linear attention"):
-        Tuning(tmp_path)
+def test_ranks_and_gpus_are_refused(tmp_path: Path):
+    save_hf(tiny_model(family="qwen3_next"), tmp_path)
+    tuning = Tuning(tmp_path)
+    served = tuning.engine.runner.model
+    for part, other in (("group", SimpleNamespace(size=2)), ("device", torch.device("cuda"))):
+        held = {name: getattr(served, name) for name in ("config", "group", "device")} | {part: other}
+        with pytest.raises(UserError, match="on a CPU, without --tensor-parallel") as caught:
+            model.ServedModel(SimpleNamespace(**held))
+        assert caught.value.field == "fine_tuning"
+    tuning.engine.close()

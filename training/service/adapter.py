@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from engine.architectures.config import ModelConfig
-from engine.architectures.parts.mlp import FLOAT32_MODULES
+from engine.architectures.parts.mlp import ROUTERS
 from engine.errors import UserError
 from engine.folders import replace_folder, settle
 from engine.lora.adapter import AdapterWeights, LoraPair
 from engine.lora.adapter import ExpertLora as ServedExpertLora
+from engine.lora.order import stored_modules
 from engine.tuning import OptimStep
 from training.experts.base import ExpertLora
 
@@ -37,7 +38,8 @@ class Pair:
 
 class TrainableAdapter:
     """A is drawn uniformly within 1 / sqrt(in), as PEFT draws it; B is zero. `linears`: shapes [out, in] by module
-    name. UserError for targets that are not known."""
+    name, modules and rows as adapter files have them, whatever form the served model has (`engine/lora/order.py`).
+    UserError for targets that are not known."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class TrainableAdapter:
             raise UserError(f"targets: none; allowed are {', '.join(TARGETS)}", "targets")
         self.rank, self.scaling, self.targets = rank, alpha / rank, targets
         self.steps = 0
+        self._others = stored_modules(config)
         self.linears: dict[str, Pair] = {}
         self.experts: dict[int, ExpertLora] = {}
         generator = torch.Generator().manual_seed(seed)
@@ -132,8 +135,17 @@ class TrainableAdapter:
 
     # ---- what serving gets
 
+    def served(self, module: str) -> LoraPair | None:
+        """Of a module of the served model, with gradients; None: nothing is trained there."""
+        other = self._others.get(module)
+        pair = self.linears.get(module if other is None else other.name)
+        if pair is None:
+            return None
+        trained = LoraPair(pair.a, pair.b, self.scaling)
+        return trained if other is None else other.taken(trained)
+
     def weights(self, name: str, path: str = "") -> AdapterWeights:
-        """A copy of the adapter as it is now, in float32."""
+        """A copy of the adapter as it is now, in float32, and as its file would be."""
         found = AdapterWeights(name, "trained here", path=path)
         for module, pair in self.linears.items():
             found.linears[module] = LoraPair(_copy(pair.a), _copy(pair.b), self.scaling)
@@ -192,6 +204,6 @@ def _copy(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _target_of(name: str) -> str:
-    if name.endswith(FLOAT32_MODULES):
+    if name.endswith(ROUTERS):
         return "router"
     return "attention" if ".self_attn." in name else "mlp"

@@ -14,14 +14,16 @@ from itertools import islice
 
 import torch
 
-from engine.attention.base import BatchLayout
-from engine.errors import ModelFileError, UserError
+from engine.architectures.parts.delta import DeltaNet
+from engine.attention.base import BatchLayout, CacheBackend
+from engine.errors import UserError
 from engine.experts.capabilities import NativeTasks, PackedWeights
 from engine.experts.native import NativeExperts
 from engine.linear.base import Linear
 from engine.memory.costs import layers_kept
 from engine.model.attention import Attention, GroupedQueryAttention
 from engine.model.causal_lm import CausalLM, Layer
+from engine.model.delta import DeltaNetAttention
 from engine.model.latent import LatentAttention
 from engine.model.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
 from engine.model.step import StepInput
@@ -31,6 +33,7 @@ from native import _native
 from training.experts.base import TrainableExperts
 from training.experts.native import trainable_layers
 from training.service.adapter import TrainableAdapter
+from training.service.delta import TrainedDelta
 from training.service.losses import Numbers, counted, loss_of
 from training.service.parts import Logprobs, TrainedAttention, TrainedLatentUp, TrainedLinear, TrainedRows
 
@@ -94,21 +97,17 @@ class _Layer:
 
 
 class ServedModel:
-    """`linears`: shapes [out, in] of the projections that an adapter can be trained on, by module name. UserError for a
-    model, or backends of it, that cannot be trained."""
+    """`linears`: shapes [out, in] of the projections that an adapter can be trained on, by module name, as adapter
+    files have them. UserError for a model, or backends of it, that cannot be trained."""
 
     def __init__(self, model: CausalLM) -> None:
-        if model.config.state_bytes:
-            raise ModelFileError(
-                "--fine-tuning: layers of linear attention have no backward pass beside serving; `ktserve train` has",
-                "fine_tuning",
-            )
         if model.group.size > 1 or model.device.type != "cpu":
             raise UserError("--fine-tuning trains on a CPU, without --tensor-parallel", "fine_tuning")
         self._model, self._ops = model, TorchOps(model.config.rms_norm_eps)
         self._experts, self._pool = _experts_of(model)
         self._names = {id(linear): name for name, linear in model.linears.items()}
         self._attention: dict[tuple[int | None, float], TrainedAttention] = {}
+        self._nets: dict[DeltaNet, TrainedDelta] = {}
         self.linears: dict[str, tuple[int, int]] = {}
         self._layers = [self._layer(layer) for layer in model.layers]
         self._head = self._linear(model.lm_head, "lm_head")
@@ -176,8 +175,9 @@ class ServedModel:
         return ids, StepInput(ids, batch, rows), rows
 
     def _plan(self, step: StepInput) -> None:
-        for attention in self._attention.values():
-            attention.plan(step.batch)
+        backends: list[CacheBackend] = [*self._attention.values(), *self._nets.values()]
+        for backend in backends:
+            backend.plan(step.batch)
 
     def _losses(self, parts: Sequence[Part], x: torch.Tensor) -> torch.Tensor | None:
         """The gradient of all losses by the last layer's output [T, H]; None if nobody learns."""
@@ -232,9 +232,11 @@ class ServedModel:
     def _attention_of(self, attention: Attention) -> Attention:
         if isinstance(attention, LatentAttention):
             return self._latent(attention)
+        if isinstance(attention, DeltaNetAttention):
+            return self._delta(attention)
         if not isinstance(attention, GroupedQueryAttention):
             raise UserError(
-                "--fine-tuning trains attention that keeps keys and values, or latents; this model has other layers",
+                "--fine-tuning trains attention over keys and values or latents, and delta nets; this model has others",
                 "fine_tuning",
             )
         spec = attention.spec
@@ -258,6 +260,21 @@ class ServedModel:
             backend=self._backend(None, attention.spec.scale),
         )
 
+    def _delta(self, attention: DeltaNetAttention) -> DeltaNetAttention:
+        config, layer = self._model.config, attention.layer
+        net = config.layers[layer].attention
+        assert isinstance(net, DeltaNet)
+        for module in net.of_safetensors.modules(config.hidden_size):
+            if module.kind == "linear":
+                self.linears[f"model.layers.{layer}.{module.name}"] = module.shape[0], module.shape[1]
+        return replace(
+            attention,
+            wide=[self._trained(linear) for linear in attention.wide],
+            gates=[self._trained(linear) for linear in attention.gates],
+            out=self._trained(attention.out),
+            backend=self._nets.setdefault(net, TrainedDelta(net)),
+        )
+
     def _backend(self, window: int | None, scale: float) -> TrainedAttention:
         return self._attention.setdefault((window, scale), TrainedAttention(window, scale))
 
@@ -276,10 +293,12 @@ class ServedModel:
         return DenseMlp(*(self._linear(linear) for linear in (mlp.gate, mlp.up, mlp.down)))
 
     def _linear(self, served: Linear, name: str | None = None) -> TrainedLinear:
-        name = name or self._names[id(served)]
-        made = TrainedLinear(name, served, self._pool)
-        self.linears[name] = made.shape
+        made = self._trained(served, name)
+        self.linears[made.name] = made.shape
         return made
+
+    def _trained(self, served: Linear, name: str | None = None) -> TrainedLinear:
+        return TrainedLinear(name or self._names[id(served)], served, self._pool)
 
 
 def _experts_of(model: CausalLM) -> tuple[dict[int, TrainableExperts], _native.WorkerPool]:

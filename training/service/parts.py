@@ -63,10 +63,10 @@ class TrainedLinear(Linear):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _added(self, y: torch.Tensor, x: torch.Tensor, adapter: TrainableAdapter | None) -> torch.Tensor:
-        pair = None if adapter is None else adapter.linears.get(self.name)
-        if adapter is None or pair is None:
+        pair = None if adapter is None else adapter.served(self.name)
+        if pair is None:
             return y
-        return (y.float() + adapter.scaling * (x.float() @ pair.a.T @ pair.b.T)).to(y.dtype)
+        return (y.float() + pair.scale * (x.float() @ pair.a.T @ pair.b.T)).to(y.dtype)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Without gradients and adapters."""
@@ -149,11 +149,11 @@ class TrainedLatentUp(LatentUp):
             return y
         parts = []
         for rows, adapter in lora.ranges:
-            pair = None if adapter is None else adapter.linears.get(self.name)
-            if adapter is None or pair is None:
+            pair = None if adapter is None else adapter.served(self.name)
+            if pair is None:
                 parts.append(y[rows])
             else:
-                found = adapter.scaling * more(x[rows].float(), pair.a, pair.b.view(self._heads, -1, pair.b.shape[1]))
+                found = pair.scale * more(x[rows].float(), pair.a, pair.b.view(self._heads, -1, pair.b.shape[1]))
                 parts.append((y[rows].float() + found).to(y.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

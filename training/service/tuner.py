@@ -22,6 +22,7 @@ from engine.folders import replace_folder
 from engine.lora.adapters import Adapters
 from engine.lora.files.parse import parse_adapter
 from engine.lora.files.writer import StockModel, write_adapter
+from engine.lora.order import in_order
 from engine.memory.costs import training_bytes, training_run_bytes
 from engine.memory.limits import cpu_memory
 from engine.messages import AdapterInfo, FromEngine, Reply, Tune
@@ -225,6 +226,7 @@ class EngineTuner:
         """Without room now it stays the run's first order, and others have their turn."""
         if waiting.copied is None:
             waiting.copied = run.adapter.weights(order.name)
+            waiting.copied.linears = in_order(waiting.copied.linears, self._config)
         if not self._adapters.adopt(order.name, waiting.copied):
             run.blocked = True
             return

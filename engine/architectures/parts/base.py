@@ -111,3 +111,6 @@ class Attention(Part, Protocol):
 
     @property
     def cache(self) -> Cache: ...
+
+    def trained_values(self, hidden: int) -> int:
+        """`row_values` of a row of training beside serving: what forward keeps for backward."""

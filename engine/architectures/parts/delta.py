@@ -104,6 +104,14 @@ class DeltaNet:
         """Queries and keys are repeated for each value head, and each chunk solves a triangle of its positions."""
         return 3 * self.channels + 2 * self.value_width + 4 * self.value_heads * (self.key_dim + self.value_dim)
 
+    def trained_values(self, hidden: int) -> int:
+        """What comes in, in float32; keys and queries before and behind their norm; of each value head copies of these
+        and of values, scaled, the products of a chunk's 64 positions with one another, and a chunk's part of the state
+        before it. Measured."""
+        d, e = self.key_dim, self.value_dim
+        heads = self.value_heads * (6 * d + 8 * e + d * e // 64 + 6 * 64)
+        return self.channels + self.value_width + 4 * self.key_width + heads
+
     def divided(self, step: int) -> Iterator[Divided]:
         yield Divided("linear_num_key_heads", self.key_heads)
         yield Divided("linear_num_value_heads x linear_value_head_dim", self.value_width, step)

@@ -62,6 +62,9 @@ class GroupedQuery:
     def row_values(self, hidden: int) -> int:
         return 2 * ((2 if self.gated else 1) * self.q_width + 2 * self.kv_width)
 
+    def trained_values(self, hidden: int) -> int:
+        return self.row_values(hidden)
+
     def divided(self, step: int) -> Iterator[Divided]:
         yield Divided("num_key_value_heads", self.kv_heads)
         yield Divided("num_attention_heads", self.heads)

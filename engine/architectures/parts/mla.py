@@ -102,6 +102,9 @@ class Latent:
         mixed = self.heads * (self.width + self.kv_rank + self.value_dim)
         return 2 * ((self.q_rank or 0) + self.q_width + self.width) + mixed
 
+    def trained_values(self, hidden: int) -> int:
+        return self.row_values(hidden)
+
     def divided(self, step: int) -> Iterator[Divided]:
         yield Divided("num_attention_heads", self.heads)
         yield Divided("num_attention_heads x v_head_dim", self.heads * self.value_dim, step)

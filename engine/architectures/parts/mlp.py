@@ -10,8 +10,8 @@ from engine.architectures.parts.base import Divided, Module, Vector
 from engine.architectures.parts.delta import GATES
 
 ROUTER = "mlp.gate"
-# modules computed in float32, whatever the rest is computed in
-FLOAT32_MODULES = (ROUTER, "mlp.shared_expert_gate", *GATES)
+ROUTERS = (ROUTER, "mlp.shared_expert_gate")
+FLOAT32_MODULES = (*ROUTERS, *GATES)  # computed in float32, whatever the rest is computed in
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
