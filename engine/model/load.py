@@ -219,6 +219,8 @@ class Loader:
             backend=backend,
             sinks=sinks,
             joined=self._join([f"{name}.{part}_proj" for part in "qkv"]),
+            group=self.group,
+            norm_eps=self.source.config.rms_norm_eps,
         )
 
     def _dense(self, layer: int, spec: Dense) -> DenseMlp:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.parts.base import BY_HEADS, BY_INPUTS, BY_OUTPUTS, Divided
 from engine.architectures.parts.delta import DeltaNet
+from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import Sparse
 from engine.errors import UserError
 from engine.files.gguf.types import GGMLType, by_name
@@ -31,6 +32,7 @@ from engine.weights.scaled_blocks import BLOCKS
 from engine.weights.store import ExpertStore, JoinedTensor, WeightSource, WeightTensor
 
 MOST_RANKS = 64
+_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class ShardedSource(WeightSource):
         part = module if kind in ("weight", "bias") else name
         if (net := delta_of(self._source.config, part)) is not None:
             return _of_delta_net(weight, net, part, shard)
-        if module.endswith(BY_OUTPUTS) or name.endswith(BY_HEADS):
+        if module.endswith(BY_OUTPUTS) or name.endswith(BY_HEADS) or self._norms_all_heads(module):
             return by_outputs(weight, shard.span(weight.shape[0]))
         if module.endswith(BY_INPUTS) and kind == "weight":
             return by_inputs(weight, shard.span(weight.shape[1]), size=shard.size)
@@ -121,6 +123,12 @@ class ShardedSource(WeightSource):
                 parts[projection] = [by_outputs(w, shard.span(w.shape[0])) for w in weights]
         biases = {name: self._bias_part(name, bias) for name, bias in store.biases.items()}
         return replace(store, gate=parts["gate"], up=parts["up"], down=parts["down"], biases=biases)
+
+    def _norms_all_heads(self, module: str) -> bool:
+        if not module.endswith(_NORMS):
+            return False
+        attention = self._source.config.layers[int(module.split(".")[2])].attention
+        return isinstance(attention, GroupedQuery) and attention.qk_norm == "whole"
 
     def _bias_part(self, projection: str, bias: WeightTensor) -> WeightTensor:
         """Of [experts, outputs] of experts that are divided."""

@@ -153,6 +153,16 @@ def test_sinks_and_biases_of_experts_are_divided(tmp_path, config):
     engine.close()
 
 
+@pytest.mark.parametrize("graphs", ["off", "padded"])
+def test_a_norm_over_all_heads_is_one_over_all_ranks(tmp_path, graphs):
+    family = Family(tmp_path, 2, family="minimax_m2", mlp_only_layers=None)
+    names, asked = [None, "adapter-0", "adapter-1"], prompts(4, [5, 20, 9])
+    engine = family.engine(tensor_parallel=2, cuda_graphs=graphs)
+    for name, prompt, tokens in zip(names, asked, engine.generate(asked, names), strict=True):
+        family.expect(name, prompt, tokens)
+    engine.close()
+
+
 def test_experts_may_stay_whole_on_rank_0(family, alone, monkeypatch):
     """As beside GPUs, where the CPU computes them."""
     monkeypatch.setattr("engine.planning.ranks.divides_experts", lambda placement: False)

@@ -39,10 +39,10 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "minimax_m2"])
 def test_parts_make_the_whole(tmp_path, family):
-    """Rows of q and k too that a file has in another order; heads' sinks; biases, of which the second rank has none
-    that are added to a sum."""
+    """Rows of q and k too that a file has in another order; heads' sinks and what of a norm over all heads is theirs;
+    biases, of which the second rank has none that are added to a sum."""
     model = tiny_model(
         3, family=family, num_hidden_layers=1, num_key_value_heads=2, hidden_size=64, moe_intermediate_size=64
     )
@@ -57,7 +57,8 @@ def test_parts_make_the_whole(tmp_path, family):
                 assert not parts[1].has(name) and torch.equal(parts[0].tensor(name).dequantise(), whole)
                 continue
             held = [part.tensor(name).dequantise() for part in parts]
-            divided = any(word in name for word in ("_proj", "lm_head", "sinks"))
+            of_heads = ("q_norm", "k_norm") if family == "minimax_m2" else ()
+            divided = any(word in name for word in ("_proj", "lm_head", "sinks", *of_heads))
             assert torch.equal(torch.cat(held, axis) if divided else held[0], whole), name
             assert all(tuple(h.shape) == part.tensor(name).shape for h, part in zip(held, parts, strict=True))
         for projection, axis in (("gate", 1), ("up", 1), ("down", 2)):

@@ -69,8 +69,6 @@ class GroupedQuery:
         yield Divided("num_key_value_heads", self.kv_heads)
         yield Divided("num_attention_heads", self.heads)
         yield Divided("num_attention_heads x head_dim", self.q_width, step)
-        if self.qk_norm == "whole":  # a norm over all heads would need a sum over ranks
-            yield Divided("num_attention_heads under a norm over all of them", 1)
 
     def of_rank(self, ranks: int) -> GroupedQuery:
         return replace(self, heads=self.heads // ranks, kv_heads=self.kv_heads // ranks)
