@@ -113,10 +113,9 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
     if (path / "config.json").is_file() and read_json(path / "config.json").get("model_type") in _CAUSAL:
         whole = AutoConfig.from_pretrained(path)
         return whole.get_text_config() if config.state_bytes else whole
-    if config.architecture not in _CAUSAL:
-        raise ModelFileError(
-            f"{model}: {config.architecture} is no family of transformers; it cannot be trained", "model"
-        )
+    family = architecture_of(config).language_model
+    if family not in _CAUSAL:
+        raise ModelFileError(f"{model}: {family} is no family of transformers; it cannot be trained", "model")
     attention, layers = config.paged_attention[0], config.layers
     rotation = attention.rotation
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rotation.theta}
@@ -134,7 +133,7 @@ def transformers_config(model: str, config: ModelConfig) -> PreTrainedConfig:
     fields = {**config.numbers(), **architecture_of(config).own_fields(config)}
     fields.pop("rope_theta")
     return AutoConfig.for_model(
-        config.architecture,
+        family,
         **fields,
         intermediate_size=widths[0] if widths else config.moe_intermediate_size,
         norm_topk_prob=config.experts is not None and config.experts.router.normalise is not None,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -24,6 +26,16 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 def reference(source: WeightSource, dtype: torch.dtype) -> dict[int, TrainableExperts]:
     return {layer: ReferenceExperts.from_store(source.experts(layer)) for layer in source.config.sparse_layers}
+
+
+def within_kimi(folder: Path) -> None:
+    """A folder of DeepSeek V3 becomes one of Kimi K2.5, with a tensor of its vision tower."""
+    text = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    whole = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    file = folder / "model.safetensors"
+    stored = {f"language_model.{name}": tensor for name, tensor in load_file(file).items()}
+    save_file(stored | {"vision_tower.patch_embed.weight": torch.zeros(2, 2)}, file)
 
 
 def ours(

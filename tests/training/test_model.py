@@ -17,7 +17,7 @@ from engine.weights.open import open_model
 from testing.models.gguf_writer import save_gguf
 from testing.models.mxfp4 import save_mxfp4
 from testing.models.tiny import STATEFUL, TRAINED, save_hf, tiny_model
-from tests.training.models import copy_lora, draw_b, ours, plain, reference
+from tests.training.models import copy_lora, draw_b, ours, plain, reference, within_kimi
 from training.config import TrainConfig
 from training.data.build import Item
 from training.data.collate import PackingCollator, PaddingCollator
@@ -59,7 +59,7 @@ def test_the_base_equals_transformers(folders, tmp_path, family):
 
 @torch.no_grad()
 def test_a_family_by_another_name(tmp_path):
-    """Kimi K2 is a DeepSeek V3; K2.5 is no language model alone."""
+    """Kimi K2 is a DeepSeek V3; so is the language model in K2.5."""
     model = tiny_model(family="deepseek_v3")
     save_hf(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -67,10 +67,16 @@ def test_a_family_by_another_name(tmp_path):
     got = load_model(str(tmp_path), reference)(IDS, attention_mask=MASK).logits
     want = model(IDS, attention_mask=MASK).logits
     torch.testing.assert_close(got[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
-    classes = ["KimiK25ForConditionalGeneration"]
-    nested = {"model_type": "kimi_k25", "architectures": classes, "text_config": config}
-    (tmp_path / "config.json").write_text(json.dumps(nested))
-    with pytest.raises(UserError, match="kimi_k25 is no family of transformers"):
+    within_kimi(tmp_path)
+    got = load_model(str(tmp_path), reference)(IDS, attention_mask=MASK).logits
+    torch.testing.assert_close(got[SEEN], want[SEEN], rtol=1e-5, atol=1e-5)
+
+
+def test_a_family_that_transformers_does_not_have(tmp_path, monkeypatch):
+    save_hf(tiny_model(family="deepseek_v3"), tmp_path)
+    within_kimi(tmp_path)
+    monkeypatch.setattr("training.model._CAUSAL", {"qwen3_moe"})
+    with pytest.raises(UserError, match="deepseek_v3 is no family of transformers"):
         load_model(str(tmp_path), reference)
 
 

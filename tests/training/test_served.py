@@ -13,7 +13,7 @@ from engine.messages import Finished
 from testing.harness import Harness
 from testing.models.tiny import STATEFUL, TRAINED, save_hf, tiny_model
 from tests.training.conftest import save_chat_model
-from tests.training.models import draw_b, ours
+from tests.training.models import draw_b, ours, within_kimi
 from training import run
 from training.config import TrainConfig, load_config
 from training.kernels import expert_maker
@@ -56,6 +56,16 @@ def test_evaluation_logits_are_those_of_the_server(tmp_path, family, form):
     save_hf(tiny_model(family=family), tmp_path / "model")
     model = draw_b(ours(tmp_path / "model", expert_maker(CONFIG)))
     save_adapter(model, tmp_path / "adapter", form)
+    want = evaluated(model)
+    assert (want["a"] - want[None]).abs().mean() > 0.05
+    expect_served(want, tmp_path / "model", tmp_path / "adapter")
+
+
+def test_the_language_model_of_kimi_is_trained_and_served(tmp_path):
+    save_hf(tiny_model(family="deepseek_v3"), tmp_path / "model")
+    within_kimi(tmp_path / "model")
+    model = draw_b(ours(tmp_path / "model", expert_maker(CONFIG)))
+    save_adapter(model, tmp_path / "adapter", "peft")
     want = evaluated(model)
     assert (want["a"] - want[None]).abs().mean() > 0.05
     expect_served(want, tmp_path / "model", tmp_path / "adapter")
