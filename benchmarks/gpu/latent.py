@@ -174,8 +174,8 @@ def _attention(
     if device.type == "cpu":  # of which `expands_from` decides
         never = replace(spec, value_dim=4096)
         return ReferenceLatentAttention(spec if form == "expanded" else never, [0], blocks, BF16, device)
-    longest = 1 if form == "expanded" else None
-    return FlashInferLatentAttention(spec, [0], blocks, BF16, device, 1, blocks, longest=longest)
+    expand_from = 1 if form == "expanded" else None
+    return FlashInferLatentAttention(spec, [0], blocks, BF16, device, 1, blocks, expand_from=expand_from)
 
 
 def one_chunk(tokens: int, context: int, device: str) -> BatchLayout:

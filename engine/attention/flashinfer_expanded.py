@@ -18,6 +18,7 @@ from engine.attention.latent import Expand
 PIECE = 4096  # positions, of whole blocks
 SIZES = ((128, 128), (192, 128), (256, 256))  # of keys and of values, that both fa2 and fa3 take
 FROM = 512  # tokens of a sequence in a step
+_MERGED = 32  # heads at most, for which one block of threads has a thread for every 8 values
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ class Expanded:
         library: Any = importlib.import_module("flashinfer")
         self._attend, self._merge = library.single_prefill_with_kv_cache, library.merge_state_in_place
         self._spec, self._backend, self._piece = spec, backend, PIECE
-        self._few = math.gcd(
-            spec.heads, 32
-        )  # heads of a row that are merged by one block of threads, which all must fit
+        self._few = math.gcd(spec.heads, _MERGED)
         q = torch.zeros(1, spec.heads, spec.nope_dim + spec.rope_dim, dtype=dtype, device=device)
         self._run(q, q, q[..., : spec.value_dim].contiguous(), True)
 
@@ -78,12 +77,13 @@ class Expanded:
         for piece in pieces(context, self._piece):
             within = blocks[piece.start // BLOCK_SIZE : -(-piece.stop // BLOCK_SIZE)]
             latents = kept[within].flatten(0, 1)[: piece.stop - piece.start]
-            k_nope, v = expand(latents[:, : spec.kv_rank])
+            k_nope, values = expand(latents[:, : spec.kv_rank])
+            v = values.contiguous()
             k = q.new_empty((len(latents), *q.shape[1:]))
             k[..., : spec.nope_dim] = k_nope
             k[..., spec.nope_dim :] = latents[:, None, spec.kv_rank :]
             for call in calls(piece, len(q), context):
-                got, of_got = self._run(q[call.queries], k, v.contiguous(), call.causal)
+                got, of_got = self._run(q[call.queries], k, v, call.causal)
                 if piece.start == 0:
                     out[call.queries], sums[call.queries] = got, of_got
                 else:

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ class FlashInferLatentAttention(LatentBackend):
 
     A padded decode batch uses a wrapper of its own size, whose arrays stay where they are, so a captured `forward`
     replays after any later `plan` of that size. Rows of any other batch are cut into pieces that a wrapper's arrays
-    hold; those of `longest` tokens and more are expanded (None: none are; by default what is faster).
+    hold; those of `expand_from` tokens and more are expanded (None: none are; by default where that is faster).
     `prefill`: fa2, fa3 (Hopper), or auto, for all rows. UserError for shapes and dtypes that flashinfer does not take,
     if it is not installed, or for "fa3" where that cannot be had."""
 
@@ -101,7 +101,7 @@ class FlashInferLatentAttention(LatentBackend):
         max_row_blocks: int,
         *,
         prefill: str = "auto",
-        longest: int | None = -1,
+        expand_from: int | Literal["auto"] | None = "auto",
     ) -> None:
         flashinfer.require_flashinfer(spec, dtype)
         mla: Any = importlib.import_module("flashinfer.mla")
@@ -124,7 +124,7 @@ class FlashInferLatentAttention(LatentBackend):
         cuda: Any = torch.cuda
         self._copied: Any = cuda.Event()  # the arrays of the last plan have left the host
         self._backend, note = self._choose(prefill, fa3_limit(cuda.get_device_capability(device), dtype))
-        self._from = expands_from(spec) if longest == -1 else longest
+        self._from = expands_from(spec) if expand_from == "auto" else expand_from
         self._expand = None if self._from is None else Expanded(spec, self._backend, device, dtype)
         expands = "" if self._from is None else f"; expanded from {self._from} tokens of a sequence on"
         self.notes = (note + expands,)

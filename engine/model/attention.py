@@ -42,12 +42,12 @@ class GroupedQueryAttention(Attention):
     o: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    norm_eps: float
     rope: Rope
     backend: AttentionBackend
     sinks: torch.Tensor | None = None  # float32 [heads], which the backend has
     joined: Joined | None = None  # q, k and v at once
     group: Group = ALONE  # each rank has some of the heads
-    norm_eps: float = 0.0
 
     def output(self, ops: Ops, x: torch.Tensor, step: StepInput) -> torch.Tensor:
         spec, positions = self.spec, step.batch.positions

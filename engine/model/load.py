@@ -215,12 +215,12 @@ class Loader:
             o=o,
             q_norm=self.vector(f"{name}.q_norm.weight") if normed else None,
             k_norm=self.vector(f"{name}.k_norm.weight") if normed else None,
+            norm_eps=self.source.config.rms_norm_eps,
             rope=self.backends.rope(spec.rotation),
             backend=backend,
             sinks=sinks,
             joined=self._join([f"{name}.{part}_proj" for part in "qkv"]),
             group=self.group,
-            norm_eps=self.source.config.rms_norm_eps,
         )
 
     def _dense(self, layer: int, spec: Dense) -> DenseMlp:

@@ -1,7 +1,7 @@
 """In which order snapshots of states are evicted.
 
-The worth of a kind of snapshots is the share of them from which others have begun so far. Of each kind the least
-recently used one is a candidate; the candidate with the least share^2 / age is evicted, so that nothing stays for ever.
+The share of a kind of snapshots is that of them from which others have begun so far. The least recently used ones of
+all kinds are compared, and the one with the lowest share^2 / age is evicted, so that nothing stays for ever.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Order:
             if key is None:
                 continue
             share = self._counts[kind].share if kind in self._counts else 1.0
-            worth = share**2 / (now - queue[key] + 1) if queue[key] >= 0 else -1.0
-            if best is None or worth < least:
-                best, least = key, worth
+            score = share**2 / (now - queue[key] + 1) if queue[key] >= 0 else -1.0
+            if best is None or score < least:
+                best, least = key, score
         return best
 
     def problems(self, keys: Collection[bytes]) -> list[str]:

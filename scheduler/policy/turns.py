@@ -117,7 +117,6 @@ class Turns:
         computed, which takes longer than a row, the others' streams are beside it."""
         many = there.keys() - few
         if self.chunk or not any(there[name].streams for name in few):
-            self.held = frozenset(many) if self.chunk else frozenset()
             return False
         rows = sum(len(there[name].streams) for name in few)
         read = sum(there[name].read for name in few)

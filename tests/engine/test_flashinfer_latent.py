@@ -162,7 +162,7 @@ def test_long_chunks_are_expanded_and_the_rest_absorbed(make, data: st.DataObjec
     least, piece = data.draw(st.integers(2, 40)), BLOCK_SIZE * data.draw(st.integers(1, 3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_expanded, "PIECE", piece)
-        ours = make(spec=WIDE, longest=least)
+        ours = make(spec=WIDE, expand_from=least)
     whole = ReferenceLatentAttention(replace(WIDE, value_dim=4096), [0, 3], BLOCKS, BF16, CPU)  # expanding never pays
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     weight = torch.randn(4, 256, 512, generator=g).to(BF16) / 16

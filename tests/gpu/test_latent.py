@@ -80,7 +80,7 @@ def both(heads: int, prefill: str) -> tuple[Any, Any]:
     if prefill == "fa3" and (why := fa3_limit(torch.cuda.get_device_capability(device), BF16)):
         pytest.skip(why)
     ours = FlashInferLatentAttention(
-        spec(heads), LAYERS, BLOCKS, BF16, device, 8, BLOCKS, prefill=prefill, longest=None
+        spec(heads), LAYERS, BLOCKS, BF16, device, 8, BLOCKS, prefill=prefill, expand_from=None
     )
     return ours, ReferenceLatentAttention(spec(heads), LAYERS, BLOCKS, F32, device)
 
@@ -141,7 +141,7 @@ def test_long_chunks_are_expanded(monkeypatch, heads: int, nope: int, value: int
     device, of = torch.device("cuda"), Latent(heads, None, 512, nope, value, Rotation(64, 1e4, 2048))
     if prefill == "fa3" and (why := fa3_limit(torch.cuda.get_device_capability(device), BF16)):
         pytest.skip(why)
-    ours = FlashInferLatentAttention(of, [0], BLOCKS, BF16, device, 8, BLOCKS, prefill=prefill, longest=20)
+    ours = FlashInferLatentAttention(of, [0], BLOCKS, BF16, device, 8, BLOCKS, prefill=prefill, expand_from=20)
     theirs = ReferenceLatentAttention(of, [0], BLOCKS, F32, device)
     g = torch.Generator().manual_seed(nope)
     weight = torch.randn(heads, nope + value, 512, generator=g).cuda() / 16

@@ -96,6 +96,7 @@ class Parts:
             o=o_proj,
             q_norm=norms[1],
             k_norm=norms[2],
+            norm_eps=m.rms_norm_eps,
             rope=self.rope,
             backend=self.attention,
             joined=self.backend.join(linears[:3]),

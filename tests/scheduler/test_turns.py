@@ -119,3 +119,22 @@ def test_where_one_row_is_too_long_others_are_in_as_many_steps_as_the_target_has
     if target >= 2.5 and not prompts:
         assert len(of_a) >= len(steps) // 3
     engine.scheduler.check_integrity()
+
+
+@settings(max_examples=8)
+@given(tokens=st.integers(40, 200), streams=st.integers(4, 20))
+def test_prompts_of_a_tenant_with_few_streams_do_not_keep_others_prompts_waiting(tokens: int, streams: int):
+    """b has one prompt after another, each answered by a token; prompts of a are computed meanwhile."""
+    engine = start({"a": streams}, {"a": 1.0, "b": 1.0})
+    requests = engine.scheduler._core.requests
+    engine.add(make_request("b0", [3] * tokens, 1, tenant="b"), 1.0)
+    engine.add(make_request("asked", [5] * 120, 1, tenant="a"), 1.0)
+    asked = 0
+    for _ in range(400):
+        run(engine)
+        if "asked" not in requests:
+            break
+        if f"b{asked}" not in requests:
+            asked += 1
+            engine.add(make_request(f"b{asked}", [3 + asked % 30] * tokens, 1, tenant="b"), 1.0)
+    assert "asked" not in requests, asked
