@@ -281,8 +281,8 @@ class EngineConfig:
     # ---- training
     fine_tuning: bool = option(
         False,
-        "train adapters beside serving, over the same weights: /v1/fine_tuning/jobs (needs data-dir). Native experts "
-        "and attention on a CPU",
+        "train adapters beside serving, over the same weights: /v1/fine_tuning/jobs (needs data-dir). Experts are "
+        "trained by the native kernels on the CPU, all else where it is served",
         group="Training",
     )
     training_share: float = option(

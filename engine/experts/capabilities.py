@@ -2,12 +2,15 @@
 a capability, never for a class, and offers to the outside what still holds through it.
 
     native   NativeTasks, PackedWeights        its tasks run without Python; its weights can be read by others
+             NativeKernels                     who may compute over them as it does
              ExpertCounters, ExpertPlaces      it counts what it computes, and knows what it holds
     bridge   PartialTasks, PackedWeights       a row's experts can be split between the CPU and the GPU
              ExpertCounters, ExpertPlaces      of what the CPU computes and holds
-    hybrid   GpuParts (engine/experts/gpu/parts.py), HotExperts, ExpertCounters of the CPU's part, ExpertPlaces
+             NativeKernels
+    hybrid   GpuParts (engine/experts/gpu/parts.py), HotExperts, ExpertCounters of the CPU's part, ExpertPlaces,
+             PackedWeights, NativeKernels      of all experts
     gpu      ExpertPlaces
-    streamed ExpertCounters, ExpertPlaces      of the backend within
+    streamed ExpertCounters, ExpertPlaces, PackedWeights, NativeKernels of the backend within
 
 All of them, `reference` and, on a CPU, `kt` offer TouchedExperts.
 """
@@ -43,6 +46,14 @@ class PackedWeights:
     native/src/packing/format.hpp, which others may read and pin."""
 
     layers: Mapping[int, Any]
+
+
+@dataclass(frozen=True)
+class NativeKernels:
+    """What computes packed weights: a pool of workers, and the instruction set that they are packed for."""
+
+    pool: _native.WorkerPool
+    isa: str
 
 
 @dataclass(frozen=True)

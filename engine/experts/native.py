@@ -12,7 +12,14 @@ import torch
 from engine.architectures.config import ModelConfig
 from engine.errors import EngineError, ExpertBackendError, ModelFileError, UserError
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
-from engine.experts.capabilities import ExpertCounters, ExpertPlaces, NativeTasks, PackedWeights, TouchedExperts
+from engine.experts.capabilities import (
+    ExpertCounters,
+    ExpertPlaces,
+    NativeKernels,
+    NativeTasks,
+    PackedWeights,
+    TouchedExperts,
+)
 from engine.files.model_file import Bytes
 from engine.lora.adapter import ExpertLora
 from engine.weights.pack_cache import PackCache, PackKey
@@ -130,7 +137,8 @@ class NativeExperts(ExpertBackend):
         counters = ExpertCounters(self.choices, lambda: self.weight_bytes_read)
         places = ExpertPlaces(lambda: {"CPU": self.num_bytes})
         tasks = NativeTasks(self.pool, self._native_task)
-        return tasks, PackedWeights(self._layers), counters, places, self._touched
+        kernels = NativeKernels(self.pool, self.isa)
+        return tasks, PackedWeights(self._layers), kernels, counters, places, self._touched
 
     def choices(self) -> dict[int, list[int]]:
         """By layer, how often rows have chosen each of its experts in all calls so far."""

@@ -141,6 +141,10 @@ class GpuLinear(Linear):
             return None
         return held.dense[self._start : self._start + self._outer]
 
+    def numbers(self, first: int, count: int) -> torch.Tensor:
+        """Rows [first, first + count) of W [out, in] in the activations' dtype."""
+        return self.product.weights.numbers(self._start + first, count)
+
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         weight = self.plain
         if weight is None or out.dtype != x.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, cast
 
 import torch
@@ -44,6 +44,10 @@ class Weights:
         held += [tensor for tensor in (self.dense, self.bias) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
+    def numbers(self, start: int, outer: int) -> torch.Tensor:
+        """Rows [start, start + outer) [outer, in] of W in the activations' dtype; a view where it is dense."""
+        return self._table(start, outer) if self.dense is None else self.dense[start : start + outer]
+
     def multiply(self, x: torch.Tensor, start: int, outer: int) -> torch.Tensor:
         """Fresh x W^T (+ bias) of the rows [start, start + outer)."""
         bias = None if self.bias is None else self.bias[start : start + outer]
@@ -67,16 +71,17 @@ class Weights:
         return y[:, start : start + outer]
 
     def _table(self, start: int, outer: int) -> torch.Tensor:
-        """The matrices that have rows [start, start + outer), as numbers; those rows."""
+        """Rows [start, start + outer) of the tiles, as numbers."""
         numbers: Any = importlib.import_module("engine.weights.tiled.rows").numbers
-        ends = list(accumulate(matrix.n for matrix, _ in self.tiles))
-        some = [(end, *pair) for end, pair in zip(ends, self.tiles, strict=True)]
-        some = [(end, m, t) for end, m, t in some if end > start and end - m.n < start + outer]
-        begin = some[0][0] - some[0][1].n
-        table = torch.empty(some[-1][0] - begin, self.shape[1], dtype=self.dtype, device=self.device)
-        for end, matrix, tiles in some:
-            numbers(tiles, matrix, None, table[end - matrix.n - begin : end - begin])
-        return table[start - begin : start - begin + outer]
+        table = torch.empty(outer, self.shape[1], dtype=self.dtype, device=self.device)
+        at = 0
+        for matrix, tiles in self.tiles:
+            first, last = max(start - at, 0), min(start + outer - at, matrix.n)
+            if first < last:
+                ids = None if first == 0 else torch.arange(first, last, device=self.device)
+                numbers(tiles, matrix, ids, table[at + first - start : at + last - start])
+            at += matrix.n
+        return table
 
 
 def _single_row(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -35,6 +35,11 @@ class TorchLatentUp(LatentUp):
                 out[rows] = (out[rows].float() + more).to(out.dtype)
         return out
 
+    @property
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `absorb` and `values` multiply with: K_h^T [H, kv_rank, nope], V_h [H, value, kv_rank]."""
+        return self._keys.transpose(1, 2), self._values
+
     def expand(self, latents: torch.Tensor, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents [S, kv_rank] of a sequence -> its k_nope [S, H, nope] and v [S, H, value]."""
         keys = torch.einsum("sc,hnc->shn", latents, self._keys)

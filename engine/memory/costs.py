@@ -11,6 +11,7 @@ from engine.architectures.parts.mlp import ROUTERS
 
 _BF16, _F32 = 2, 4
 _KEPT_BYTES = 1 << 30  # of a training micro-batch's layers, for their backward
+TARGETS = ("attention", "mlp")  # of a run that trains an adapter
 TYPICAL_RANK = 16  # of an adapter, where none is known
 LOGIT_ROWS = 128  # that training makes at a time
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt")
@@ -84,12 +85,24 @@ def training_bytes(config: ModelConfig, tokens: int) -> int:
     return kept + tokens * (inputs + 2 * row) + logits_bytes(config, LOGIT_ROWS)
 
 
-def training_run_bytes(config: ModelConfig, rank: int, targets: Collection[str] = ("attention", "mlp")) -> int:
+def training_expert_bytes(config: ModelConfig, tokens: int) -> int:
+    """Of `training_bytes` what is the experts', which are on the CPU where the rest is on a GPU."""
+    row = _F32 * max(layer.mlp.expert_values(config.hidden_size) for layer in config.layers)
+    return (layers_kept(config, tokens) + 2) * tokens * row
+
+
+def training_run_bytes(config: ModelConfig, rank: int, targets: Collection[str] = TARGETS) -> int:
     """A run on attention, on every expert, or on both: masters, gradients and two moments, float32."""
-    config = config.of_safetensors  # an adapter in training has the modules of its file
-    values = sum(_linear_values(config, attention=True)) if "attention" in targets else 0
+    stored = config.of_safetensors  # an adapter in training has the modules of its file
+    values = sum(_linear_values(stored, attention=True)) if "attention" in targets else 0
     if "mlp" in targets:
-        values += sum(_linear_values(config, attention=False)) + expert_adapter_bytes_per_rank(config) // _BF16
+        values += sum(_linear_values(stored, attention=False))
+    return 4 * _F32 * rank * values + training_run_expert_bytes(config, rank, targets)
+
+
+def training_run_expert_bytes(config: ModelConfig, rank: int, targets: Collection[str] = TARGETS) -> int:
+    """Its part in routed experts."""
+    values = expert_adapter_bytes_per_rank(config.of_safetensors) // _BF16 if "mlp" in targets else 0
     return 4 * _F32 * rank * values
 
 

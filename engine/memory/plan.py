@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,9 @@ from engine.memory.costs import (
     loading_bytes,
     logits_bytes,
     training_bytes,
+    training_expert_bytes,
     training_run_bytes,
+    training_run_expert_bytes,
 )
 from engine.memory.items import DevicePlan, Item, Kind
 from engine.memory.limits import Memory
@@ -135,6 +137,20 @@ def plan_memory(inputs: Inputs) -> MemoryPlan:
     return replace(plan, remedies=_remedies(inputs, plan)) if plan.short else plan
 
 
+def _training_items(inputs: Inputs) -> Iterator[Item]:
+    """What is trained is where it is served."""
+    model, tokens = inputs.source.config, inputs.config.training_tokens
+    of_batch, of_run = f"training micro-batch, {tokens} tokens", f"a training run of rank {TYPICAL_RANK}"
+    run = training_run_bytes(model, TYPICAL_RANK)
+    yield Item(inputs.main.name, Kind.STEP, of_batch, training_bytes(model, tokens))
+    if inputs.gpu is not None:
+        yield Item(inputs.cpu.name, Kind.STEP, f"{of_batch}, experts", training_expert_bytes(model, tokens))
+        experts = training_run_expert_bytes(model, TYPICAL_RANK)
+        yield Item(inputs.cpu.name, Kind.ADAPTERS, f"{of_run}, experts", experts)
+        run -= experts
+    yield Item(inputs.main.name, Kind.ADAPTERS, of_run, run)
+
+
 def sampled_rows(config: EngineConfig) -> int:
     """Rows of logits of a step, at most."""
     return config.max_num_seqs + (MOST_DRAFTS if config.speculate else 0)
@@ -156,10 +172,7 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     if stated and inputs.scratch is not None:
         items.append(Item(cpu.name, Kind.STEP, f"expert scratch, {rows} tokens", inputs.scratch(rows)))
     if config.fine_tuning:
-        tokens, run = config.training_tokens, training_run_bytes(source.config, TYPICAL_RANK)
-        batch = training_bytes(source.config, tokens)
-        items.append(Item(cpu.name, Kind.STEP, f"training micro-batch, {tokens} tokens", batch))
-        items.append(Item(cpu.name, Kind.ADAPTERS, f"a training run of rank {TYPICAL_RANK}", run))
+        items += _training_items(inputs)
     items.append(Item(cpu.name, Kind.OTHER, "while loading, one layer", loading_bytes(source.config)))
     devices = [cpu] if inputs.gpu is None else [inputs.gpu, cpu]
     items += [Item(d.name, Kind.OTHER, "reserve", reserve_bytes(d)) for d in devices]

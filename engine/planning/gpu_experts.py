@@ -50,9 +50,10 @@ def gpu_share(
         return GpuShare(("hybrid",) if free and on_gpu and used == ["native"] else (None,), size)
     if asked == "auto":
         possible = model.hidden_size % SIZE_STEP == 0 and model.moe_intermediate_size % SIZE_STEP == 0
-        return (
-            GpuShare(("gpu", "hybrid", "native")) if free and on_gpu and used == ["native"] and possible else GpuShare()
-        )
+        if not (free and on_gpu and used == ["native"] and possible):
+            return GpuShare()
+        # What is trained is packed on the CPU, so that a GPU may have copies of experts, but not take them.
+        return GpuShare(("hybrid", "native") if config.fine_tuning else ("gpu", "hybrid", "native"))
     share = _said(asked, model, expert_bytes)
     if not on_gpu:
         if share.backends == ("native",):

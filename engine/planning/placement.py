@@ -205,6 +205,24 @@ def _check_kt(placement: Placement) -> None:
         )
 
 
+def check_training(config: EngineConfig, placement: Placement) -> None:
+    """UserError where --fine-tuning has nothing to train over: packed experts, and projections that can be read."""
+    if config.tensor_parallel > 1:
+        raise UserError("--fine-tuning: leave --tensor-parallel out", "fine_tuning")
+    remedies = {
+        ".mlp.experts": ({"native", "hybrid"}, "leave --expert-backend out, and --gpu-experts all"),
+        "_proj": ({"native", "gpu"}, "leave --linear-backend out"),
+    }
+    for suffix, (allowed, remedy) in remedies.items():
+        if others := [backend for backend in placement.used(suffix) if backend not in allowed]:
+            kind = "routed experts" if suffix == ".mlp.experts" else "projections"
+            raise UserError(
+                f"--fine-tuning: {kind} are on the backend {others[0]}, which it cannot train over; allowed are "
+                f"{' and '.join(sorted(allowed))}: {remedy}",
+                "fine_tuning",
+            )
+
+
 def _check_deterministic(placement: Placement) -> None:
     """Other backends choose a kernel by the number of rows, and so does every GPU."""
     computed = (".mlp.experts", ".self_attn", "_proj", "lm_head")

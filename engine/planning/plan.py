@@ -47,7 +47,7 @@ from engine.planning.gpu_memory import (
     hot_expert_bytes,
 )
 from engine.planning.kv_disk import KvDiskPlan, plan_kv_disk
-from engine.planning.placement import Placement, choose, find_machine, kt_method, native_limits
+from engine.planning.placement import Placement, check_training, choose, find_machine, kt_method, native_limits
 from engine.planning.precision import Precision, choose_precision
 from engine.planning.ranks import divide, rank_lines, ranks_cpu, ranks_gpu, ranks_threads
 from engine.planning.states import check_states
@@ -234,6 +234,8 @@ def computes_chunks(placement: Placement) -> bool:
 def _plan(
     config: EngineConfig, source: WeightSource, placement: Placement, token_budget: int, asked_hot: int | None
 ) -> EnginePlan:
+    if config.fine_tuning:
+        check_training(config, placement)
     precision, ranks, hot = choose_precision(config, placement), config.tensor_parallel, 0
     threads = ranks_threads(ranks, placement, pool_threads(config))
     quantise = config.quantise or placement.quantise

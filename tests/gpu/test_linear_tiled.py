@@ -39,6 +39,10 @@ def test_right_alone_and_joined(
     want = [x.double() @ values[0].double().T for _, values in made]
     alone = [linear(x.to(kernel_device), None) for linear in linears]
     together = backend.join(linears)(x.to(kernel_device), None)
+    first = 7  # rows from the middle of a matrix on
+    for linear, (_, values) in zip(linears, made, strict=True):
+        rest = linear.numbers(first, linear.shape[0] - first)
+        assert torch.equal(rest.cpu(), values[0][first:].to(DTYPE))
     for outs in (alone, together):
         for out, expected in zip(outs, want, strict=True):
             assert out.shape == expected.shape

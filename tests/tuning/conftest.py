@@ -72,3 +72,15 @@ def sample(seed: int, length: int = 12, vocabulary: int = 100) -> Sample:
     text = [int(token) for token in rng.integers(0, vocabulary, length + 1)]
     weights = [0.0] * (length // 3) + [1.0] * (length - length // 3)
     return Sample(text[:-1], text[1:], {"weights": weights})
+
+
+def sampled(tuning: Tuning, name: str | None) -> tuple[np.ndarray, list[float]]:
+    """Log-probabilities of ten sampled tokens: what training says of them, and what sampling said."""
+    prompt = sample(7, 20).tokens
+    rid = tuning.engine.submit(prompt, name, max_tokens=10, temperature=1.0, seed=3, logprobs=0)
+    tuning.engine.run()
+    result = tuning.engine.results[rid]
+    text = prompt + result.tokens
+    asked = Sample(text[:-1], text[1:], {"weights": [1.0] * (len(text) - 1)})
+    found = tuning.logprobs([asked], base=name is None)[0]
+    return found[len(prompt) - 1 :], [entry.chosen.logprob for entry in result.logprobs]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-import training.service.tuner as tuner_module
+import training.service.room as room_module
 from engine.folders import replace_folder, settle
 from engine.memory.costs import training_bytes, training_run_bytes
 from engine.tuning import GONE, NO_ROOM, Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, Sample, SaveRun
@@ -262,14 +262,14 @@ def test_a_run_takes_what_is_planned_for_it(tuning: Tuning, monkeypatch: pytest.
     values = masters(tuning, run).values()
     wanted = training_run_bytes(tuner._config, 4, targets)
     assert wanted == 4 * sum(each.nbytes for each in values)
-    held = sum(each.unallocated for each in tuner._runs.values())
+    held = sum(each.unallocated("cpu") for each in tuner._runs.values())
     assert held >= wanted // 4
     held += training_bytes(tuner._config, tuner._micro_batch)
 
     class Memory:
-        free_bytes = tuner_module._LEFT_FREE + wanted + held - 1
+        free_bytes = room_module.LEFT_FREE + wanted + held - 1
 
-    monkeypatch.setattr(tuner_module, "cpu_memory", Memory)
+    monkeypatch.setattr(room_module, "cpu_memory", Memory)
     reply = tuning.reply(tuning.send(OpenRun(rank=4, alpha=8.0, targets=targets), "more"))
     assert not reply.ok and reply.status == NO_ROOM
     Memory.free_bytes += 1

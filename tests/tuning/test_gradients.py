@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,10 @@ from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.rotation import Rotation
 from engine.architectures.registry import config_from_hf
+from engine.config import EngineConfig
 from engine.errors import UserError
+from engine.linear.gpu import GpuLinearBackend
+from engine.linear.latent import TorchLatentUp
 from engine.linear.native import NativeLinearBackend
 from engine.memory.costs import (
     LOGIT_ROWS,
@@ -28,16 +32,19 @@ from engine.memory.costs import (
     training_row_bytes,
     training_run_bytes,
 )
-from engine.tuning import Batch, OpenRun, PublishRun, Sample
+from engine.planning.placement import check_training
+from engine.planning.plan import plan_engine
+from engine.tuning import Batch, OpenRun, PublishRun
+from engine.weights.store import WeightTensor
 from testing.models.tiny import TRAINED, save_hf, tiny_model
 from tests.architectures.test_glm4_moe_lite import SIZES
 from tests.native.test_latent import ALL, POOL, halves, joined
 from tests.training.models import ours
-from tests.tuning.conftest import Tuning, sample
+from tests.tuning.conftest import Tuning, sample, sampled
 from training.layer import ExpertsLoraLayer
 from training.loop.load import load_adapter
 from training.loop.save import layer_of, module_name
-from training.service import model
+from training.service import model, parts
 from training.service.parts import TrainedLatentUp
 
 
@@ -144,23 +151,53 @@ def test_gradients_meet_the_file_s_latent_keys_and_values(of: tuple[str, str, in
 def sampled_as_trained(tuning: Tuning) -> None:
     """What sampling says of its own tokens is what training says of them."""
     tuning.ask(PublishRun("live"))
-    prompt = sample(7, 20).tokens
-    rid = tuning.engine.submit(prompt, "live", max_tokens=10, temperature=1.0, seed=3, logprobs=0)
-    tuning.engine.run()
-    result = tuning.engine.results[rid]
-    text = prompt + result.tokens
-    found = tuning.logprobs([Sample(text[:-1], text[1:], {"weights": [1.0] * (len(text) - 1)})])[0]
-    wanted = [entry.chosen.logprob for entry in result.logprobs]
-    np.testing.assert_allclose(found[len(prompt) - 1 :], wanted, rtol=1e-4, atol=2e-5)
+    found, wanted = sampled(tuning, "live")
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
 
 
-def test_ranks_and_gpus_are_refused(tmp_path: Path):
-    save_hf(tiny_model(family="qwen3_next"), tmp_path)
-    tuning = Tuning(tmp_path)
-    served = tuning.engine.runner.model
-    for part, other in (("group", SimpleNamespace(size=2)), ("device", torch.device("cuda"))):
-        held = {name: getattr(served, name) for name in ("config", "group", "device")} | {part: other}
-        with pytest.raises(UserError, match="on a CPU, without --tensor-parallel") as caught:
-            model.ServedModel(SimpleNamespace(**held))
-        assert caught.value.field == "fine_tuning"
-    tuning.engine.close()
+@pytest.mark.parametrize(
+    "field,value", [("tensor_parallel", 2), ("expert_backend", "reference"), ("linear_backend", "reference")]
+)
+def test_what_cannot_be_trained_over_is_refused_by_the_plan(tmp_path: Path, field: str, value: object):
+    save_hf(tiny_model(), tmp_path)
+    plan = plan_engine(EngineConfig(str(tmp_path)))
+    with pytest.raises(UserError, match=f"leave --{field.replace('_', '-')} out") as caught:
+        if field == "tensor_parallel":  # which a CPU has not
+            check_training(replace(plan.config, tensor_parallel=2), plan.placement)
+        else:
+            plan_engine(EngineConfig(str(tmp_path), fine_tuning=True, **{field: value}))
+    assert caught.value.field == "fine_tuning"
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3), rows=st.integers(1, 5), chunk=st.integers(1, 400))
+def test_gradients_meet_a_gpu_s_projections(joined: bool, sizes: list[int], rows: int, chunk: int):
+    """Dense ones, alone or side by side, some of their rows at a time."""
+    generator = torch.Generator().manual_seed(rows)
+    backend = GpuLinearBackend(torch.float32, torch.device("cpu"), 1, 8)
+    weights = [torch.randn(64 * size, 48, generator=generator) for size in sizes]
+    given = [WeightTensor("w", tuple(w.shape), "F32", w.view(torch.uint8).flatten().numpy()) for w in weights]
+    linears = [backend.load("w", weight, None) for weight in given]
+    if joined:
+        backend.join(linears)
+    with mock.patch.object(parts, "_GPU_CHUNK", chunk):
+        for linear, weight in zip(linears, weights, strict=True):
+            trained = parts.TrainedLinear(linear.name, linear, POOL)
+            grad = torch.randn(rows, len(weight), generator=generator)
+            torch.testing.assert_close(trained.back(grad), grad @ weight, rtol=1e-4, atol=1e-3)
+
+
+@given(heads=st.integers(1, 4), nope=st.integers(1, 9), value=st.integers(1, 9), tokens=st.integers(1, 5))
+def test_gradients_meet_latent_keys_and_values_in_torch(heads: int, nope: int, value: int, tokens: int):
+    generator = torch.Generator().manual_seed(tokens)
+    weight = torch.randn(heads, nope + value, 16, generator=generator)
+    spec = Latent(heads, None, 16, nope, value, Rotation(32, 1e4, 64))
+    trained = TrainedLatentUp("kv_b", TorchLatentUp(weight, nope), spec, POOL)
+    for half, given_size in ((0, nope), (1, 16)):
+        x = torch.randn(tokens, heads, given_size, generator=generator, requires_grad=True)
+        dense = torch.einsum("thn,hnr->thr", x, weight[:, :nope]) if half == 0 else None
+        dense = torch.einsum("thr,hvr->thv", x, weight[:, nope:]) if dense is None else dense
+        grad = torch.randn(dense.shape, generator=generator)
+        torch.testing.assert_close(trained.product(half, x.detach()), dense.detach(), rtol=1e-4, atol=1e-4)
+        wanted = torch.autograd.grad(dense, x, grad)[0]
+        torch.testing.assert_close(trained.back(half, grad), wanted, rtol=1e-4, atol=1e-4)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.architectures.config import ModelConfig
-from engine.errors import EngineError
-from engine.experts.capabilities import NativeTasks, PackedWeights
-from engine.experts.native import NativeExperts
+from engine.experts.base import ExpertBackend
+from engine.experts.capabilities import NativeKernels, PackedWeights, needed
 from training.experts.base import ExpertLora, TrainableExperts
 
 if TYPE_CHECKING:
@@ -65,14 +64,13 @@ class NativeTrainableExperts(TrainableExperts):
 
 
 def trainable_layers(
-    experts: NativeExperts, config: ModelConfig, *, keep: bool = True, locked: bool = False
+    experts: ExpertBackend, config: ModelConfig, *, keep: bool = True, locked: bool = False
 ) -> dict[int, NativeTrainableExperts]:
-    """Every layer that `experts` hold for a model, over one trainer on their pool."""
+    """Every layer that `experts` hold for a model, over one trainer on their pool. ExpertBackendError for experts
+    without packed weights."""
     native: Any = importlib.import_module("native._native")
-    packed, tasks = experts.capability(PackedWeights), experts.capability(NativeTasks)
-    if packed is None or tasks is None:
-        raise EngineError("these experts offer no packed weights to train over")
-    trainer: _native.ExpertTrainer = native.ExpertTrainer(tasks.pool, experts.isa)
+    packed, kernels = needed(experts, PackedWeights), needed(experts, NativeKernels)
+    trainer: _native.ExpertTrainer = native.ExpertTrainer(kernels.pool, kernels.isa)
     return {
         index: NativeTrainableExperts(
             layer,

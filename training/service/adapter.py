@@ -19,12 +19,12 @@ from engine.folders import replace_folder, settle
 from engine.lora.adapter import AdapterWeights, LoraPair
 from engine.lora.adapter import ExpertLora as ServedExpertLora
 from engine.lora.order import stored_modules
+from engine.memory.costs import TARGETS
 from engine.tuning import OptimStep
 from training.experts.base import ExpertLora
 
 STATE_FILE = "state.safetensors"
 CANNOT_WRITE = (OSError, SafetensorError, RuntimeError)  # torch says RuntimeError where a disk is full
-TARGETS = ("attention", "mlp")
 _PARTS = ("master", "first", "second")  # in a state's names; the last two are AdamW's moments
 
 
@@ -39,7 +39,7 @@ class Pair:
 class TrainableAdapter:
     """A is drawn uniformly within 1 / sqrt(in), as PEFT draws it; B is zero. `linears`: shapes [out, in] by module
     name, modules and rows as adapter files have them, whatever form the served model has (`engine/lora/order.py`).
-    UserError for targets that are not known."""
+    `device`: of all but the routed experts, which stay on the CPU. UserError for targets that are not known."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class TrainableAdapter:
         alpha: float,
         targets: tuple[str, ...],
         seed: int,
+        device: torch.device | None = None,
     ) -> None:
         if unknown := [name for name in targets if name not in TARGETS]:
             raise UserError(f"targets: {unknown[0]!r}; allowed are {', '.join(TARGETS)}", "targets")
@@ -65,7 +66,8 @@ class TrainableAdapter:
             if _target_of(name) in targets:
                 bound = 1 / math.sqrt(size_in)
                 a = torch.empty(rank, size_in).uniform_(-bound, bound, generator=generator)
-                self.linears[name] = Pair(nn.Parameter(a), nn.Parameter(torch.zeros(size_out, rank)))
+                b = torch.zeros(size_out, rank, device=device)
+                self.linears[name] = Pair(nn.Parameter(a.to(b.device)), nn.Parameter(b))
         if "mlp" in targets:
             sizes = (config.num_experts, rank, config.hidden_size, config.moe_intermediate_size)
             for layer in config.sparse_layers:
@@ -128,10 +130,10 @@ class TrainableAdapter:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    @property
-    def missing_gradient_bytes(self) -> int:
-        """Of gradients that the next batch allocates."""
-        return sum(parameter.nbytes for parameter in self.parameters.values() if parameter.grad is None)
+    def missing_gradient_bytes(self, device: str) -> int:
+        """Of gradients that the next batch allocates on "cpu" or "cuda"."""
+        missing = (parameter for parameter in self.parameters.values() if parameter.grad is None)
+        return sum(parameter.nbytes for parameter in missing if parameter.device.type == device)
 
     # ---- what serving gets
 
@@ -145,7 +147,7 @@ class TrainableAdapter:
         return trained if other is None else other.taken(trained)
 
     def weights(self, name: str, path: str = "") -> AdapterWeights:
-        """A copy of the adapter as it is now, in float32, and as its file would be."""
+        """A copy of the adapter as it is now, on the CPU, in float32, and as its file would be."""
         found = AdapterWeights(name, "trained here", path=path)
         for module, pair in self.linears.items():
             found.linears[module] = LoraPair(_copy(pair.a), _copy(pair.b), self.scaling)
@@ -200,7 +202,7 @@ def _fill(a: torch.Tensor, b: torch.Tensor, given_a: torch.Tensor, given_b: torc
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.detach().clone()
+    return parameter.detach().to("cpu", copy=True)
 
 
 def _target_of(name: str) -> str:

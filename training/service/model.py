@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 
 from engine.architectures.parts.delta import DeltaNet
 from engine.attention.base import BatchLayout, CacheBackend
 from engine.errors import UserError
-from engine.experts.capabilities import NativeTasks, PackedWeights
-from engine.experts.native import NativeExperts
+from engine.experts.capabilities import NativeKernels, needed
 from engine.linear.base import Linear
 from engine.memory.costs import layers_kept
 from engine.model.attention import Attention, GroupedQueryAttention
@@ -73,7 +72,9 @@ class _Sparse:
         slots = rows.slots
         if len(loras) < len(rows.adapters):
             slots = torch.where(torch.isin(slots, torch.tensor(list(loras), dtype=slots.dtype)), slots, 0)
-        out = self.experts.forward(x.contiguous(), ids, weights.contiguous(), slots, loras)
+        there = self.experts.device(len(x))
+        given, ids, weights = (part.contiguous().to(there) for part in (x, ids, weights))
+        out = self.experts.forward(given, ids, weights, slots, loras).to(x.device)
         if mlp.shared is None:
             return out
         return SharedExpert.add(ops, out, *mlp.shared.output(ops, x, rows))
@@ -98,12 +99,11 @@ class _Layer:
 
 class ServedModel:
     """`linears`: shapes [out, in] of the projections that an adapter can be trained on, by module name, as adapter
-    files have them. UserError for a model, or backends of it, that cannot be trained."""
+    files have them. UserError for a model that cannot be trained; its backends are as planning has checked."""
 
     def __init__(self, model: CausalLM) -> None:
-        if model.group.size > 1 or model.device.type != "cpu":
-            raise UserError("--fine-tuning trains on a CPU, without --tensor-parallel", "fine_tuning")
         self._model, self._ops = model, TorchOps(model.config.rms_norm_eps)
+        self.device = model.device
         self._experts, self._pool = _experts_of(model)
         self._names = {id(linear): name for name, linear in model.linears.items()}
         self._attention: dict[tuple[int | None, float], TrainedAttention] = {}
@@ -170,7 +170,8 @@ class ServedModel:
             slots += [slot if part.adapter is not None else 0] * part.tokens
             start += part.tokens
         rows = TrainedRows(torch.tensor(slots, dtype=torch.int32), [], None, ranges, lengths)
-        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        starts = [0, *accumulate(lengths)]
+        ids, positions = ids.to(self.device), positions.to(self.device)
         batch = BatchLayout(starts, lengths, [], positions, torch.empty(0, dtype=torch.int64))
         return ids, StepInput(ids, batch, rows), rows
 
@@ -193,9 +194,11 @@ class ServedModel:
                     places += [start + place for place in kept[-1]]
                     targets += [sample.targets[place] for place in kept[-1]]
                     start += len(sample.tokens)
-            found, hits = hidden.new_zeros(0, dtype=torch.float32), torch.zeros(0, dtype=torch.bool)
+            found, hits = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
             if places:
-                found, hits = Logprobs.apply(self._head, hidden[places], torch.tensor(targets))  # type: ignore[no-untyped-call]
+                asked = torch.tensor(targets, device=self.device)
+                values = Logprobs.apply(self._head, hidden[places], asked)  # type: ignore[no-untyped-call]
+                found, hits = (part.cpu() for part in values)
             sizes = [len(where) for where in kept]
             of_sample = zip(torch.split(found, sizes), torch.split(hits, sizes), kept, strict=True)
             total = torch.zeros(())
@@ -303,10 +306,7 @@ class ServedModel:
 
 def _experts_of(model: CausalLM) -> tuple[dict[int, TrainableExperts], _native.WorkerPool]:
     """By layer, over the packed weights that serving reads, and the pool that computes them."""
-    backends = model.expert_backends
-    if len(backends) != 1 or not isinstance(backends[0], NativeExperts):
-        raise UserError("--fine-tuning needs the native expert backend for all layers", "fine_tuning")
-    tasks = backends[0].capability(NativeTasks)
-    if tasks is None or backends[0].capability(PackedWeights) is None:
-        raise UserError("--fine-tuning needs experts whose packed weights can be read", "fine_tuning")
-    return dict(trainable_layers(backends[0], model.config)), tasks.pool
+    (backend,) = model.expert_backends
+    kernels = needed(backend, NativeKernels)
+    on_gpu = model.device.type != "cpu"
+    return dict(trainable_layers(backend, model.config, locked=on_gpu)), kernels.pool

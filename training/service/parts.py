@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from engine.architectures.parts.mla import Latent
 from engine.attention.base import AttentionBackend, BatchLayout
 from engine.errors import EngineError, UserError
 from engine.linear.base import LatentUp, Linear, LoraBatch
+from engine.linear.gpu import GpuLinear
+from engine.linear.latent import TorchLatentUp
 from engine.linear.native import NativeLatentUp, NativeLinear
 from engine.lora.adapter import LoraPair
 from engine.memory.costs import LOGIT_ROWS
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from native import _native
 
 _CHUNK = 1 << 20  # weights that are unpacked at once
+_GPU_CHUNK = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,15 @@ class TrainedLinear(Linear):
     adapter is float32 and added before rounding. UserError for a projection whose weights cannot be read."""
 
     def __init__(self, name: str, served: Linear, pool: _native.WorkerPool) -> None:
-        self.name, self._served, self._pool = name, served, pool
+        self.name, self._served = name, served
+        self._rows: Callable[[int, int], torch.Tensor]  # [count, in]: numbers of the weights from a first row on
         if isinstance(served, NativeLinear):
-            self.shape = served.out_features, served.in_features
-        elif served.plain is not None:
-            self.shape = served.plain.shape[0], served.plain.shape[1]
+            self.shape, self._chunk = (served.out_features, served.in_features), _CHUNK
+            self._rows = partial(unpacked, served, pool)
+        elif isinstance(served, GpuLinear):
+            self.shape, self._chunk, self._rows = served.shape, _GPU_CHUNK, served.numbers
         else:
-            raise UserError(
-                f"{name}: --fine-tuning needs native projections on a CPU; this one is {type(served).__name__}",
-                "fine_tuning",
-            )
+            raise _unreadable(name, served)
 
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         y: torch.Tensor = _Product.apply(self, x)  # type: ignore[no-untyped-call]
@@ -75,22 +78,20 @@ class TrainedLinear(Linear):
     def back(self, grad: torch.Tensor) -> torch.Tensor:
         """grad [T, out] -> grad W, float32 [T, in]."""
         size_out, size_in = self.shape
-        grad, out = grad.float(), torch.zeros(grad.shape[0], size_in)
-        step = max(1, _CHUNK // size_in)
+        out = torch.zeros(grad.shape[0], size_in, device=grad.device)
+        step = max(1, self._chunk // size_in)
         for first in range(0, size_out, step):
-            rows = min(step, size_out - first)
-            out.addmm_(grad[:, first : first + rows], self._rows(first, rows))
+            weights = self._rows(first, min(step, size_out - first))
+            out += grad[:, first : first + len(weights)].to(weights.dtype) @ weights
         return out
-
-    def _rows(self, first: int, count: int) -> torch.Tensor:
-        """float32 [count, in] of the weights."""
-        if isinstance(self._served, NativeLinear):
-            return unpacked(self._served, self._pool, first, count)
-        assert self._served.plain is not None
-        return self._served.plain[first : first + count].float()
 
     def set_adapter(self, slot: int, pair: LoraPair | None) -> None:
         raise EngineError(f"{self.name}: an adapter in training is in no slot")
+
+
+def _unreadable(name: str, served: object) -> UserError:
+    message = f"{name}: --fine-tuning needs the native projections, or on a GPU the gpu ones; {type(served).__name__}"
+    return UserError(f"{message} is none (leave --linear-backend out)", "fine_tuning")
 
 
 def unpacked(linear: NativeLinear, pool: _native.WorkerPool, first: int, count: int) -> torch.Tensor:
@@ -117,11 +118,8 @@ class TrainedLatentUp(LatentUp):
     UserError for a projection whose weights cannot be read."""
 
     def __init__(self, name: str, served: LatentUp, spec: Latent, pool: _native.WorkerPool) -> None:
-        if not isinstance(served, NativeLatentUp):
-            raise UserError(
-                f"{name}: --fine-tuning needs native projections on a CPU; this one is {type(served).__name__}",
-                "fine_tuning",
-            )
+        if not isinstance(served, NativeLatentUp | TorchLatentUp):
+            raise _unreadable(name, served)
         self.name, self.served, self.pool = name, served, pool
         self._heads, self._nope = spec.heads, spec.nope_dim
         self.shape = spec.heads * spec.expanded_dim, spec.kv_rank
@@ -163,7 +161,10 @@ class TrainedLatentUp(LatentUp):
         return run(x.contiguous(), None)
 
     def back(self, half: int, grad: torch.Tensor) -> torch.Tensor:
-        """grad [T, H, out] -> float32 [T, H, in], by each head's part of a half's weights."""
+        """grad [T, H, out] -> [T, H, in], float32 of packed weights, by each head's part of a half's weights."""
+        if isinstance(self.served, TorchLatentUp):
+            weights = self.served.halves[half]
+            return torch.bmm(grad.to(weights.dtype).transpose(0, 1), weights).transpose(0, 1)
         linear = self.served.halves[half]
         rows, out = linear.out_features // self._heads, torch.empty(*grad.shape[:2], linear.in_features)
         step = max(1, _CHUNK // (rows * linear.in_features))
@@ -215,7 +216,7 @@ class Logprobs(torch.autograd.Function):
         parts = (torch.split(tensor, LOGIT_ROWS) for tensor in (hidden, targets, grad))
         for rows, ids, of in zip(*parts, strict=True):
             shares = ctx.head.product(rows).float().softmax(-1).mul_(-of[:, None])
-            shares[torch.arange(len(ids)), ids] += of
+            shares.scatter_add_(1, ids[:, None], of[:, None])
             found.append(ctx.head.back(shares))
         return None, torch.cat(found).to(hidden.dtype), None
 
@@ -251,7 +252,7 @@ class TrainedAttention(AttentionBackend):
         asked, held, given = (part.transpose(0, 1)[None] for part in (q, k, v))
         mask = None
         if self._window is not None and length > self._window:
-            mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - self._window)
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - self._window)
         if sinks is not None:
             within = None if mask is None else mask[None, None]
             return sink_attention(asked, held, given, sinks, scale=self._scale, mask=within)[0].transpose(0, 1)

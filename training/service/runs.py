@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,13 +54,13 @@ class WaitingOrder:
 
 @dataclass(eq=False)
 class TunedRun:
-    """`wanted`: bytes that its adapter takes with all gradients. `blocked`: its publication has found no room since the
-    last micro-batch."""
+    """`wanted`: bytes by device that its adapter takes with all gradients. `blocked`: its publication has found no room
+    since the last micro-batch."""
 
     name: str
     tenant: str
     weight: float
-    wanted: int
+    wanted: Mapping[str, int]
     made: TrainableAdapter | None = None  # None while it is being made
     orders: deque[WaitingOrder] = field(default_factory=deque)
     on_disk: bool = True  # the adapter is a thread's
@@ -75,10 +75,9 @@ class TunedRun:
             raise EngineError(f"the run {self.name!r} is not open yet")
         return self.made
 
-    @property
-    def unallocated(self) -> int:
-        """Bytes that it will take beside what it has."""
-        return self.wanted if self.made is None else self.made.missing_gradient_bytes
+    def unallocated(self, device: str) -> int:
+        """Bytes that it will take there beside what it has."""
+        return self.wanted.get(device, 0) if self.made is None else self.made.missing_gradient_bytes(device)
 
 
 class Turns:

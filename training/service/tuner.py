@@ -23,8 +23,6 @@ from engine.lora.adapters import Adapters
 from engine.lora.files.parse import parse_adapter
 from engine.lora.files.writer import StockModel, write_adapter
 from engine.lora.order import in_order
-from engine.memory.costs import training_bytes, training_run_bytes
-from engine.memory.limits import cpu_memory
 from engine.messages import AdapterInfo, FromEngine, Reply, Tune
 from engine.model.causal_lm import CausalLM
 from engine.tuning import GONE, NO_ROOM, Batch, CloseRun, LoadRun, OpenRun, OptimStep, PublishRun, SaveRun, Tuned
@@ -33,11 +31,11 @@ from engine.work import Work
 from training.service.adapter import CANNOT_WRITE, TrainableAdapter
 from training.service.losses import check_batch, counted, group_of
 from training.service.model import Part, ServedModel
+from training.service.room import Room
 from training.service.runs import RefusedOrderError, TunedRun, Turns, WaitingOrder, diverged, error_of
 
 log = logging.getLogger("ktserve")
 _FILES = "tuning-files"  # a kind of work, and its thread's name
-_LEFT_FREE = 256 << 20  # bytes of memory that no new adapter takes
 _LARGE = 1 << 24  # products of a projection, in multiplications for each thread, from which several threads pay
 MAX_RUNS = 64
 _FAULTS = (RuntimeError, MemoryError, ValueError)  # of torch, beside errors of ours
@@ -61,6 +59,7 @@ class EngineTuner:
         self._model, self._adapters, self._send = ServedModel(model), adapters, send
         self._config = model.config
         self._micro_batch, self._longest = micro_batch, min(micro_batch, longest)
+        self._room = Room(model.config, self._model.device, micro_batch)
         self._max_rank, self._base = max_rank, base
         self._runs: dict[str, TunedRun] = {}
         self._work = Work(_FILES)
@@ -104,16 +103,17 @@ class EngineTuner:
             raise RefusedOrderError(NO_ROOM, f"{MAX_RUNS} runs are open, the most that are: close one", "run")
         if not 1 <= order.rank <= self._max_rank:
             raise UserError(f"rank {order.rank}; allowed are 1 to {self._max_rank} (--max-adapter-rank)", "rank")
-        wanted = training_run_bytes(self._config, order.rank, order.targets)
-        taken = training_bytes(self._config, self._micro_batch) + sum(run.unallocated for run in self._runs.values())
-        free = cpu_memory().free_bytes - _LEFT_FREE - taken
-        if wanted > free:
-            raise RefusedOrderError(
-                NO_ROOM if self._runs else 400,
-                f"an adapter of rank {order.rank} takes {format_bytes(wanted)} in training (masters, moments, "
-                f"gradients), and {format_bytes(max(free, 0))} are free: take a smaller rank, or wait for other runs",
-                "rank",
-            )
+        wanted = self._room.of_run(order.rank, order.targets)
+        free = self._room.free(self._runs.values())
+        for device, size in wanted.items():
+            if size > free[device]:
+                left = f"{format_bytes(max(free[device], 0))} are free{' on the GPU' if device == 'cuda' else ''}"
+                raise RefusedOrderError(
+                    NO_ROOM if self._runs else 400,
+                    f"an adapter of rank {order.rank} takes {format_bytes(size)} in training (masters, moments, "
+                    f"gradients), and {left}: take a smaller rank, or wait for other runs",
+                    "rank",
+                )
         run = self._runs[name] = TunedRun(name, order.tenant, order.weight, wanted)
         self._work.start(_FILES, partial(self._made, order), partial(self._opened, run, message.call_id))
 
@@ -126,6 +126,7 @@ class EngineTuner:
             alpha=order.alpha,
             targets=order.targets,
             seed=order.seed,
+            device=self._model.device,
         )
         if order.state is not None:
             adapter.load(Path(order.state))

@@ -22,6 +22,7 @@ from engine.experts.capabilities import (
     ExpertCounters,
     ExpertPlaces,
     HotPart,
+    NativeKernels,
     NativeTasks,
     PackedWeights,
     PartialTasks,
@@ -81,7 +82,8 @@ class CudaBridge(ExpertBackend):
 
     @property
     def offers(self) -> tuple[object, ...]:
-        inner = (self._inner.capability(kind) for kind in (PackedWeights, ExpertCounters, ExpertPlaces))
+        passed = PackedWeights, NativeKernels, ExpertCounters, ExpertPlaces
+        inner = (self._inner.capability(kind) for kind in passed)
         own = PartialTasks(self.post_part, self.wait_part), self._touched
         return *own, *(offered for offered in inner if offered is not None)
 

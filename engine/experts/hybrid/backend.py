@@ -23,6 +23,7 @@ from engine.experts.capabilities import (
     ExpertPlaces,
     HotExperts,
     HotPart,
+    NativeKernels,
     PackedWeights,
     PartialTasks,
     TouchedExperts,
@@ -117,7 +118,8 @@ class HybridExperts(ExpertBackend):
 
     @property
     def offers(self) -> tuple[object, ...]:
-        inner = (self._inner.capability(kind) for kind in (ExpertCounters, TouchedExperts))
+        passed = PackedWeights, NativeKernels, ExpertCounters, TouchedExperts
+        inner = (self._inner.capability(kind) for kind in passed)
         places = ExpertPlaces(self._bytes_by_device, lambda: (self.mover.num_choices, self.mover.num_hits))
         hot = HotExperts(self._expert_slots, lambda layer: self.mover.expert_slots_of(self._numbers[layer]))
         return self.parts, places, hot, *(offered for offered in inner if offered is not None)

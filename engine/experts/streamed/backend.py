@@ -20,6 +20,7 @@ from engine.experts.capabilities import (
     ExpertCounters,
     ExpertPlaces,
     HotExperts,
+    NativeKernels,
     PackedWeights,
     TouchedExperts,
     needed,
@@ -106,7 +107,8 @@ class StreamedExperts(ExpertBackend):
 
     @property
     def offers(self) -> tuple[object, ...]:
-        inner = (self._inner.capability(kind) for kind in (ExpertCounters, ExpertPlaces))
+        passed = PackedWeights, NativeKernels, ExpertCounters, ExpertPlaces
+        inner = (self._inner.capability(kind) for kind in passed)
         return self._touched, *(offered for offered in inner if offered is not None)
 
     @property
