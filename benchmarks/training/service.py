@@ -1,7 +1,9 @@
-"""Fine-tuning beside serving, on the demo model: p95 between tokens of live streams alone and beside runs that train,
-tokens a second of 1, 4 and 8 runs with the same tokens in all, and rounds of reinforcement learning with their parts.
+"""Fine-tuning beside serving: p95 between tokens of live streams alone and beside runs that train, tokens a second of
+1, 4 and 8 runs with the same tokens in all, and rounds of reinforcement learning with their parts.
 
     python -m benchmarks.training.service [--seconds 60 --tokens 16384 --rounds 20]
+    python -m benchmarks.models.make --out DIR --layers 8 --type Q8_0
+    python -m benchmarks.training.service --model DIR/qwen3-30b-a3b-8L-Q8_0.gguf --flags=--max-num-seqs=32
 
 On a machine that does nothing else. Needs Tinker's client (make test-clients installs it). Beside it, the rate of
 `ktserve train` with as many tokens in a step.
@@ -44,6 +46,9 @@ _STREAMS, _ANSWER = 4, 64
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.service")
+    parser.add_argument("--model", type=Path, help="default: the demo's")
+    parser.add_argument("--flags", default="", help="of `ktserve serve`, more of them")
+    parser.add_argument("--train-device", default="cpu", help="of `ktserve train`")
     parser.add_argument("--seconds", type=float, default=60.0, help="of live streams, alone and beside training each")
     parser.add_argument("--tokens", type=int, default=16384, help="of all runs together, in a step")
     parser.add_argument("--steps", type=int, default=4)
@@ -54,8 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="ktservice-") as folder:
         # Before Tinker's client is made: its threads ask for its server until the process ends.
-        command = _command(Path(folder), args.tokens, args.steps)
-        flags = ["--fine-tuning", "--data-dir", f"{folder}/data", "--pack-cache", "off"]
+        template = Path(folder) / "template.jinja"
+        template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+        command = _command(Path(folder), args, template)
+        flags = ["--fine-tuning", "--data-dir", f"{folder}/data", "--pack-cache", "off", *args.flags.split()]
+        if args.model is not None:
+            flags = [str(args.model), "--served-model-name", _MODEL, "--chat-template", str(template), *flags]
         with serving(Path(folder) / "log", flags, _KEY) as (_, server):
             client = tinker.ServiceClient(base_url=server.url, api_key=f"tml-{_KEY}")
             live = _live(server.url, client, args.seconds)
@@ -63,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 {"what": f"{count} of the service's runs", "tokens_s": _rate(client, count, args.tokens, args.steps)}
                 for count in args.runs
             ]
-            policy = _policy(server.url, args.rounds, args.answers)
+            policy = _policy(server.url, args)
         rates.append({"what": "`ktserve train`", "tokens_s": command})
     data = {"live": live, "rates": rates, "answers": args.answers, **policy}
     print(tuning(data))
@@ -149,12 +158,14 @@ def _gaps(url: str, seconds: float) -> list[float]:
         return [gap for gaps in threads.map(stream, range(_STREAMS)) for gap in gaps]
 
 
-def _policy(url: str, count: int, answers: int) -> dict[str, Any]:
+def _policy(url: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A random model's answers are to have odd tokens."""
+    reward = None if args.model is None else lambda tokens: sum(token % 2 for token in tokens) / len(tokens)
     question = {"model": _MODEL, "messages": [{"role": "user", "content": ASKED}]}
     asked = httpx.post(f"{url}/tokenize", json=question, headers={"Authorization": f"Bearer {_KEY}"})
     prompt = asked.raise_for_status().json()["tokens"]
     began = time.perf_counter()
-    found = list(rounds(url, _KEY, _MODEL, prompt, count, answers))
+    found = list(rounds(url, _KEY, _MODEL, prompt, args.rounds, args.answers, reward=reward))
     took = time.perf_counter() - began
     parts = ("sampling", "batch", "step", "publish")
     return {
@@ -163,12 +174,13 @@ def _policy(url: str, count: int, answers: int) -> dict[str, Any]:
     }
 
 
-def _command(folder: Path, tokens: int, steps: int) -> float:
-    """Tokens a second of `ktserve train` with the demo's model and texts, packed to _LENGTH; the first step apart."""
-    texts, output = folder / "texts.jsonl", folder / "trained"
+def _command(folder: Path, args: argparse.Namespace, template: Path) -> float:
+    """Tokens a second of `ktserve train` with the demo's texts, packed to _LENGTH; the first step apart."""
+    texts, output, tokens, steps = folder / "texts.jsonl", folder / "trained", args.tokens, args.steps
     texts.write_text("".join(json.dumps(row) + "\n" for row in talks("pirate", 40 * tokens * steps // _LENGTH)))
     settings = {
-        "model_name_or_path": str(demo_model()),
+        "model_name_or_path": str(args.model or demo_model()),
+        "template": "auto" if args.model is None else str(template),
         "dataset": str(texts),
         "output_dir": str(output),
         "lora_rank": 16,
@@ -180,7 +192,7 @@ def _command(folder: Path, tokens: int, steps: int) -> float:
         "max_steps": steps + 1,
         "save_strategy": "no",
         "logging_steps": 1,
-        "device": "cpu",
+        "device": args.train_device,
     }
     config = folder / "train.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML

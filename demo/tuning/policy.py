@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +29,22 @@ class Round:
 
 
 def rounds(
-    url: str, key: str, model: str, prompt: list[int], count: int, answers: int, rate: float = 3e-3
+    url: str,
+    key: str,
+    model: str,
+    prompt: list[int],
+    count: int,
+    answers: int,
+    rate: float = 3e-3,
+    reward: Callable[[list[int]], float] | None = None,
 ) -> Iterator[Round]:
     """`count` times: samples `answers` answers, learns by them and publishes what it has learnt. `prompt`: tokens of
-    what is `ASKED`."""
+    what is `ASKED`. `reward`: of an answer's tokens; default: whether `WORD` is in it."""
     service = tinker.ServiceClient(base_url=url, api_key=f"tml-{key}")
     training = service.create_lora_training_client(base_model=model, rank=8, seed=1).result()
     texts = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_PATIENCE_S)
 
-    def reward(tokens: list[int]) -> float:
+    def has_word(tokens: list[int]) -> float:
         answer = texts.post("/detokenize", json={"model": model, "tokens": tokens}).raise_for_status()
         return float(WORD in answer.json()["prompt"])
 
@@ -47,11 +54,11 @@ def rounds(
         began = time.perf_counter()
         found = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=answers, sampling_params=params).result()
         sampled = time.perf_counter()
-        rewards = [reward(each.tokens) for each in found.sequences]
+        rewards = [(reward or has_word)(list(each.tokens)) for each in found.sequences]
         judged = time.perf_counter()
         mean = sum(rewards) / len(rewards)
         pairs = zip(found.sequences, rewards, strict=True)
-        data = [_datum(prompt, each, reward - mean) for each, reward in pairs if reward != mean]
+        data = [_datum(prompt, each, value - mean) for each, value in pairs if value != mean]
         learnt = stepped = judged
         if data:
             training.forward_backward(data, "importance_sampling").result()
