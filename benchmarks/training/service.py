@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import tinker
@@ -42,6 +42,7 @@ from training.loop.progress import LOG, read_log
 _MODEL, _KEY = "demo", "service-bench"
 _LENGTH = 256  # tokens of a text
 _STREAMS, _ANSWER = 4, 64
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,15 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Before Tinker's client is made: its threads ask for its server until the process ends.
         template = Path(folder) / "template.jinja"
         template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
-        command = _command(Path(folder), args, template)
+        command = _said(_command(Path(folder), args, template))
         flags = ["--fine-tuning", "--data-dir", f"{folder}/data", "--pack-cache", "off", *args.flags.split()]
         if args.model is not None:
             flags = [str(args.model), "--served-model-name", _MODEL, "--chat-template", str(template), *flags]
         with serving(Path(folder) / "log", flags, _KEY) as (_, server):
             client = tinker.ServiceClient(base_url=server.url, api_key=f"tml-{_KEY}")
-            live = _live(server.url, client, args.seconds)
+            live = _said(_live(server.url, client, args.seconds))
             rates = [
-                {"what": f"{count} of the service's runs", "tokens_s": _rate(client, count, args.tokens, args.steps)}
+                _said(
+                    {
+                        "what": f"{count} of the service's runs",
+                        "tokens_s": _rate(client, count, args.tokens, args.steps),
+                    }
+                )
                 for count in args.runs
             ]
             policy = _policy(server.url, args)
@@ -79,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         record.write(args.out, data)
     return 0
+
+
+def _said(found: T) -> T:
+    """A run takes minutes."""
+    print(found, file=sys.stderr, flush=True)
+    return found
 
 
 def _opened(client: tinker.ServiceClient, count: int) -> list[Any]:
