@@ -14,8 +14,9 @@ settings.load_profile("ktserve")
 
 # Files of more than half a minute, the longest first: one that a process begins last is waited for by the others.
 LONGEST = (
-    "engine/test_bounded", "batches/test_killed", "hub/test_fetch", "kt/test_kt", "engine/test_parity",
-    "api/test_bodies", "api/test_connections", "hub/test_first_hour", "e2e/test_families",
+    "packaging/test_installed", "engine/test_bounded", "batches/test_killed", "hub/test_fetch", "kt/test_kt",
+    "engine/test_parity", "api/test_bodies", "api/test_connections", "hub/test_first_hour", "e2e/test_families",
+    "lora/test_merge_command", "tuning/test_jobs", "engine/test_states", "tuning/test_killed",
 )  # fmt: skip
 
 
