@@ -61,10 +61,11 @@ quick: setup
 	@$(PY) -m pytest -p testing.quick -p no:schemathesis -p no:locust -n 2 --dist loadfile --no-loadscope-reorder $(QUICK) $(ARGS)
 
 # Three processes, a file at a time: on two cores one of them waits for servers while the others compute.
+# Bytecode is kept, or each process that a test starts compiles all modules.
 WORKERS ?= 3
 
 test: setup $(VENV)/.train
-	@$(PY) -m pytest -p no:schemathesis -p no:locust -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -p no:schemathesis -p no:locust -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Small shapes: the interpreter computes an instruction at a time. Processes of their own, as Triton reads the variable
 # when it is imported.

@@ -286,16 +286,21 @@ def test_reasoning_can_be_left_out_and_left_open() -> None:
     assert read(Layout(thinks=True), ["yes, <think>"]) == [Text("yes, <think>")]
 
 
-@pytest.mark.parametrize("piece", ['<tool_call>{"', "<tool_call>", '{"name": "f"', "\n", " ", "<function=", "<"])
+PIECES = ['<tool_call>{"', "<tool_call>", '{"name": "f"', "\n", " ", "<function=", "<"]
+
+
+@pytest.mark.parametrize("piece", PIECES)
 def test_no_text_takes_long(piece: str) -> None:
-    """Work grows with the length of the text: nothing is read again and again."""
+    """Work grows with the length of the text: nothing is read again and again. Each piece meets each format and each
+    opening, each format each opening."""
     began = time.monotonic()
-    for tools in FORMATS:
+    for number, tools in enumerate(FORMATS, PIECES.index(piece)):
         tags = f"{tools.opens}f<arg_key>a</arg_key><arg_value>", f'{tools.opens}<invoke name="f"><parameter name="a">'
-        for opened in ("", tools.opens, f"{tools.opens}<function=f><parameter=a>", *tags):
+        openings = ("", tools.opens, f"{tools.opens}<function=f><parameter=a>", *tags)
+        for opened in (openings[number % 5], openings[(number + 2) % 5]):
             segments = reader_of(Layout(thinks=True, tools=tools, channels=tools.channels))
             segments.push(opened)
             for _ in range(10_000):
                 segments.push(piece)
             segments.finish()
-    assert time.monotonic() - began < PATIENCE_S
+    assert time.monotonic() - began < PATIENCE_S / 2

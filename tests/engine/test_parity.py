@@ -60,7 +60,7 @@ def own_fields(family: str, shape: dict) -> dict:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shape=shapes(), seed=st.integers(0, 1000), budget=st.sampled_from([8, 32, 256]), overlap=st.booleans())
 def test_greedy_tokens_equal_transformers(tmp_path_factory, family, shape, seed, budget, overlap):
     """On every backend."""

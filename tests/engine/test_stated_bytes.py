@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import chain
 from typing import Any
 
@@ -26,13 +27,17 @@ from engine.weights.tiled.layout import matrix_of
 from native import available
 from testing.bridge import HostBridge
 from testing.models.shapes import config
-from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, tensor
+from tests.native.expert_layers import BF16, F32, E, H, I, K, tensor
+from tests.native.expert_layers import Layer as MadeLayer
 
 pytestmark = pytest.mark.skipif(not available()[0], reason=f"no native kernels: {available()[1]}")
 CPU, PAGE = torch.device("cpu"), 4096
 CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, num_hidden_layers=2)
 TYPES = ["Q8_0", "Q5_1", "Q4_0", "Q4_K", "Q6_K", "BF16", "F16", "F32"]
 SIZES: dict[str, int] = {"max_rows": 24, "max_slots": 2, "max_rank": 20}
+
+
+Layer = functools.cache(MadeLayer)  # only read here
 
 
 def num_bytes(*tensors: torch.Tensor) -> int:
