@@ -3,17 +3,22 @@ what it reports at its end. None of them reaches anything but this machine: thei
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import psutil
+
 from testing.waiting import PATIENCE_S
 
 BIN = Path(__file__).parent / "node" / "node_modules" / ".bin"
+AIDER = Path(sys.prefix) / "aider" / "bin" / "aider"  # an environment of its own: it pins other versions than ours
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -35,6 +40,14 @@ def objects(printed: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
+def end_all(home: Path) -> None:
+    """Processes with this home: some programs leave one running for the next time."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                process.kill()
+
+
 class Program(ABC):
     """One of them, with `home` and `folder` of its own, against the server at `url`."""
 
@@ -43,6 +56,10 @@ class Program(ABC):
 
     def __init__(self, url: str, home: Path, folder: Path) -> None:
         self.url, self.home, self.folder = url, home, folder
+
+    @classmethod
+    def path(cls) -> Path:
+        return BIN / cls.name
 
     @abstractmethod
     def read(self, file: Path) -> str:
@@ -69,15 +86,18 @@ class Program(ABC):
     def started(self, *words: str) -> str:
         """What the program printed, after it has ended well."""
         proxies = {"HTTP_PROXY": NOWHERE, "HTTPS_PROXY": NOWHERE, "NO_PROXY": "127.0.0.1,localhost"}
-        done = subprocess.run(
-            [str(BIN / self.name), *words],
-            cwd=self.folder,
-            env={"PATH": os.environ["PATH"], "HOME": str(self.home), **proxies, **self.environment()},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=4 * PATIENCE_S,
-        )
+        try:
+            done = subprocess.run(
+                [str(self.path()), *words],
+                cwd=self.folder,
+                env={"PATH": os.environ["PATH"], "HOME": str(self.home), **proxies, **self.environment()},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=4 * PATIENCE_S,
+            )
+        finally:
+            end_all(self.home)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -241,6 +261,37 @@ class Cline(Program):
         last = objects(printed)[-1]
         usage = last["usage"]
         return Ended(last["text"], usage["inputTokens"], usage["cacheReadTokens"])
+
+
+class Aider(Program):
+    """It offers no tools: edits stand in the text of the answer, and the files in its prompt."""
+
+    name = "aider"
+
+    def __init__(self, url: str, home: Path, folder: Path) -> None:
+        super().__init__(url, home, folder)
+        known = {"max_input_tokens": 32768, "max_output_tokens": 8192, "litellm_provider": "openai", "mode": "chat"}
+        (home / ".aider.model.metadata.json").write_text(json.dumps({"openai/demo": known}))
+
+    @classmethod
+    def path(cls) -> Path:
+        return AIDER
+
+    def read(self, file: Path) -> str:
+        raise NotImplementedError("it reads the files that it is started with")
+
+    look = read
+
+    def flags(self) -> list[str]:
+        server = ["--openai-api-base", f"{self.url}/v1", "--openai-api-key", "none", "--model", "openai/demo"]
+        quiet = ["--yes-always", "--no-git", "--no-check-update", "--analytics-disable", "--no-pretty"]
+        return [*server, *quiet, "--edit-format", "diff"]
+
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    def ended(self, printed: str) -> Ended:
+        return Ended(printed, 0, 0)
 
 
 PROGRAMS: tuple[type[Program], ...] = (ClaudeCode, Codex, OpenCode, Continue, Cline)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from api.tenants.hashes import HashedKey, new_key
+from api.tenants.hashes import new_key
 from testing.waiting import PATIENCE_S, eventually
 from tests.api.test_proxies import free_port
 from tests.e2e.conftest import Server, serving
@@ -39,8 +39,8 @@ def queries() -> list[str]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Everything that the dashboard shows has happened: answers by an adapter, a refusal for a limit."""
     folder = tmp_path_factory.mktemp("monitored")
-    key = new_key()
-    tenants = {"tenants": {"few": {"keys": [HashedKey.of(key).line], "requests_per_minute": 2}}}
+    key, hashed = new_key()
+    tenants = {"tenants": {"few": {"keys": [hashed.line], "requests_per_minute": 2}}}
     (folder / "tenants.yaml").write_text(yaml.safe_dump(tenants))
     flags = ["--admin-key", ADMIN_KEY, "--tenants", str(folder / "tenants.yaml"), "--pack-cache", "off"]
     flags += ["--kv-disk", "64MiB", "--kv-disk-dir", str(folder / "kv"), "--measure-bandwidth"]
@@ -111,11 +111,11 @@ def test_prometheus_reads_the_server_and_answers_every_panel(prometheus: httpx.C
     def unanswered() -> list[str]:
         return [query for query in queries() if not asked(query)]
 
-    def target() -> dict[str, Any]:
-        (only,) = prometheus.get("/api/v1/targets").json()["data"]["activeTargets"]
-        return dict(only)
+    def is_up() -> bool:
+        targets = prometheus.get("/api/v1/targets").json()["data"]["activeTargets"]
+        return [target["health"] for target in targets] == ["up"]
 
-    eventually(lambda: target()["health"] == "up", "the target is not up")
+    eventually(is_up, "the target is not up")
     eventually(lambda: not unanswered(), "panels without data")
 
 
