@@ -20,7 +20,7 @@ help:
 	@echo 'make test       set everything up and run all tests'
 	@echo 'make test-kernels  the kernels for GPUs in the interpreter of Triton, on this CPU'
 	@echo 'make test-gpu   on a machine with an NVIDIA GPU: set up, run tests/gpu and tests/bridge, record the outcome in benchmarks/results'
-	@echo 'make test-clients  install LangChain, LiteLLM, openai-node, Claude Code, Codex, opencode and more; run them against a server'
+	@echo 'make test-clients  install LangChain, LiteLLM, openai-node, Claude Code, Codex, opencode, Continue, Cline, aider and more; run them against a server'
 	@echo 'make test-ray   install Ray; run replicas without a model on clusters of this machine'
 	@echo 'make wheel      one file in dist/ that pip installs on machines without a compiler, for CPUs from AVX2 to AMX'
 	@echo 'make test-wheel fetch what the wheel asks for into an empty environment; serve, chat and plan there'
@@ -163,11 +163,15 @@ $(VENV)/.train: pyproject.toml constraints.txt | $(VENV)/.packages
 	@$(PIP) install -qq --constraint constraints.txt $$($(PY) -m testing.extra train)
 	@touch $@
 
+# In an environment of its own: it pins other versions of packages than ours.
+AIDER := 0.86.2
 $(VENV)/.clients: pyproject.toml constraints.txt tests/clients/node/package.json | $(VENV)/.packages
 	@echo 'installing clients ...'
 	@$(PIP) install -qq --constraint constraints.txt $$($(PY) -m testing.extra clients)
 	@command -v npm >/dev/null && (cd tests/clients/node && npm install --no-package-lock --no-audit --no-fund --silent) \
 	  || echo 'npm is not here or failed: the clients of JavaScript will be skipped'
+	@$(PYTHON) -m venv $(VENV)/aider && $(VENV)/aider/bin/python -m pip install -qq --disable-pip-version-check \
+	  aider-chat==$(AIDER) || echo 'aider is not available for this Python: it will be skipped'
 	@touch $@
 
 $(VENV)/.ray: pyproject.toml constraints.txt | $(VENV)/.packages

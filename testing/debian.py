@@ -18,7 +18,8 @@ from typing import IO
 
 SUITE = "bookworm"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-# Mounts end with the namespace; --kill-child ends all processes in it with this one's child.
+# Mounts end with the namespace; --kill-child ends all processes in it with this one's child, which has to stay root:
+# Linux forgets that signal when a process becomes another user.
 _UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
 
 
@@ -90,7 +91,8 @@ class Debian:
         inside = shlex.join(
             ["env", "-i", *(f"{k}={v}" for k, v in variables.items()), "sh", "-c", 'cd "$0" && exec "$@"']
         )
-        script.append(f"exec chroot --userspec={user} {at} {inside} {shlex.join([cwd, *words])}")
+        script.append(f"chroot --userspec={user} {at} {inside} {shlex.join([cwd, *words])} || exit $?")
+        script.append("exit 0")  # a shell's last command would take its place
         return [*_UNSHARE, "sh", "-c", "\n".join(script)]
 
     def run(

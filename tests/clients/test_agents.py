@@ -18,7 +18,7 @@ needs()
 import gguf
 
 from demo.paths import demo_model
-from tests.clients.programs import BIN, PROGRAMS, Codex, CodexOfVendor, Program
+from tests.clients.programs import PROGRAMS, Aider, Codex, CodexOfVendor, Program
 from tests.clients.scripted_engine import TOOLS, WITHOUT_TOOLS
 from tests.e2e.conftest import Server, serving
 
@@ -63,7 +63,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
 
 
 def program_of(kind: type[Program], scripted: Scripted, folder: Path) -> Program:
-    if not (BIN / kind.name).exists():
+    if not kind.path().exists():
         pytest.skip(f"{kind.name} is not installed (make test-clients)")
     home, work = folder / "home", folder / "work"
     home.mkdir(), work.mkdir()
@@ -94,7 +94,7 @@ def test_a_session(scripted: Scripted, tmp_path: Path, kind: type[Program]) -> N
     for i in range(len(files)):
         assert f"The colour of number {i} is blue." in shown
     assert shown.count("<|im_start|>assistant") == TURNS
-    assert "missing.txt" in shown and "image" in shown
+    assert "missing.txt" in shown and kind.image in shown
 
     ended = program.run(second)
     assert ended.answer == "Number three is blue."
@@ -131,3 +131,31 @@ def test_codex_compacts_its_history_and_goes_on(scripted: Scripted, tmp_path: Pa
     last = scripted.prompts_with(second)[-1]
     assert last.index(first) < last.index(summary) < last.index("All of them are blue.") < last.index(second)
     assert "The colour of number 0 is blue." not in last
+
+
+EDIT = """It subtracts.
+
+calc.py
+```python
+<<<<<<< SEARCH
+    return a - b
+=======
+    return a + b
+>>>>>>> REPLACE
+```
+"""
+
+
+@pytest.mark.timeout(1200)
+def test_aider_edits_a_file_and_says_what_is_too_long(scripted: Scripted, tmp_path: Path) -> None:
+    program = program_of(Aider, scripted, tmp_path)
+    calc, long = program.folder / "calc.py", program.folder / "long.txt"
+    calc.write_text("def add(a, b):\n    return a - b\n")
+    long.write_text("The kite is red. " * CONTEXT)
+    scripted.script.write_text(json.dumps({WITHOUT_TOOLS: [EDIT]}))
+    ended = program.run("calc.py", "--message", "repair add")
+    assert "Applied edit to calc.py" in ended.answer
+    assert calc.read_text() == "def add(a, b):\n    return a + b\n"
+    assert "return a - b" in scripted.prompts_with("repair add")[-1]
+    ended = program.run("long.txt", "--message", "what does it say")
+    assert "has hit a token limit" in ended.answer, "it has not understood the server's refusal"

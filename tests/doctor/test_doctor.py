@@ -71,6 +71,25 @@ def test_instruction_sets(tmp_path: Path, flags: str, loads: bool, isa: str, rem
     assert isa in found.value
 
 
+@given(has=st.sets(st.sampled_from(AMX.split()[3:])))
+def test_a_better_instruction_set_is_asked_for_only_where_all_of_it_is_there(has: set[str]) -> None:
+    """Ice Lake has AVX-512 without BF16: the kernels take AVX2 there, and no setting changes that."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = cpu(machine(Path(folder), flags=" ".join(["avx2 fma f16c", *has])), True, "avx2")["instruction sets"]
+    missing = set(AVX512.split()[3:]) - has
+    assert ("the CPU has A" in found.remedy) == (not missing)
+    if "avx512f" in has:
+        assert all(flag in found.value for flag in missing), "why AVX-512 is not used"
+
+
+def test_here_the_kernels_choice_is_what_the_flags_say() -> None:
+    """With no variable set, nothing is wrong with this machine's instruction sets unless AMX is not permitted."""
+    native = pytest.importorskip("native._native", reason="the extension is not built")
+    here = Here(Path("/"), (0,))
+    (best,) = [f for f in cpu_findings(here, lambda: (True, native.best_isa())) if f.name == "instruction sets"]
+    assert "unset KTSERVE_ISA" not in best.remedy, best
+
+
 def test_what_is_granted_and_smt(tmp_path: Path) -> None:
     here = machine(tmp_path, smt=True, per_node=8)
     found = cpu(here)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from engine.diagnostics.doctor.finding import Here
 
-AVX512 = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni"
-AMX = f"{AVX512} avx512_bf16 amx_tile amx_int8 amx_bf16"
+AVX512 = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vbmi avx512_vnni avx512_bf16"
+AMX = f"{AVX512} avx512_fp16 amx_tile amx_int8 amx_bf16"
 
 
 def machine(root: Path, *, nodes: int = 1, per_node: int = 4, smt: bool = False, flags: str = AVX512) -> Here:

@@ -48,6 +48,15 @@ def test_images_run_as_nobody_s_root_and_ask_for_health() -> None:
         assert {name for name, _ in instructions(text)} <= INSTRUCTIONS  # python -m testing.images can try it
 
 
+def test_images_are_made_without_what_git_ignores() -> None:
+    """Environments, packages and kernels of this machine are gigabytes, and a key in an image is given away."""
+    left_out = (ROOT / ".dockerignore").read_text().splitlines()
+    for line in (ROOT / ".gitignore").read_text().splitlines():
+        name = line.strip("/")
+        covered = {name, f"**/{name}"} | ({"**/.*_cache"} if re.fullmatch(r"\..*_cache", name) else set())
+        assert covered & set(left_out), line
+
+
 def test_the_unit_notifies_and_waits_longer_than_answers_may_take() -> None:
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign]

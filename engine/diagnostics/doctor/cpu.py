@@ -7,10 +7,11 @@ from collections.abc import Callable
 from engine.diagnostics.doctor.finding import Finding, Here, ranges
 from native.topology import cpu_quota, parse_cpu_list
 
-_AMX = ("amx_tile", "amx_int8", "amx_bf16")
-_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
+# What native/src/runtime/isa.cpp asks the CPU for; each set also needs the ones below it.
+_AMX = ("avx512_fp16", "amx_tile", "amx_int8", "amx_bf16")
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_vnni", "avx512_bf16")
 _AVX2 = ("avx2", "fma", "f16c")
-_SHOWN = (*_AVX2, *_AVX512, "avx512_bf16", *_AMX)
+_SHOWN = (*_AVX2, *_AVX512, *_AMX)
 _USED_FOR = {
     "amx": "AMX multiplies many rows (prompts, batches), AVX-512 few",
     "avx512": "AVX-512 for all products; prompts would be several times as fast with AMX",
@@ -57,10 +58,13 @@ def _instructions(here: Here, loads: bool, found: str) -> Finding:
             remedy = "install a wheel of ktserve, or build from its folder: pip install . (a C++ compiler is needed)"
         return Finding("instruction sets", f"no native kernels, torch computes: {found}", remedy, figures)
     value, remedy = f"{found} is used: {_USED_FOR.get(found, found)}", ""
-    if found != "amx" and all(flag in flags for flag in _AMX):
+    missing = [flag for flag in _AVX512 if flag not in flags]
+    if found != "amx" and flags.issuperset((*_AVX512, *_AMX)):
         remedy = "the CPU has AMX: Linux 5.16 or later is needed, a sandbox must allow arch_prctl, KTSERVE_ISA be unset"
-    elif found == "avx2" and all(flag in flags for flag in _AVX512):
+    elif found == "avx2" and not missing:
         remedy = "the CPU has AVX-512: unset KTSERVE_ISA"
+    elif found == "avx2" and "avx512f" in flags:
+        value += f"; the kernels' AVX-512 needs {', '.join(missing)} too, which this CPU has not"
     return Finding("instruction sets", value, remedy, figures)
 
 
