@@ -41,7 +41,7 @@ def cpu_backends(plan: EnginePlan) -> Backends:
     config, placement, model, precision = plan.config, plan.placement, plan.source.config, plan.precision
     device, dtype, rows = torch.device("cpu"), precision.activations, plan.token_budget
     pools: Shared[Any] = Shared("pool", {"native": lambda: make_pool(plan.threads)})
-    cache = pack_cache(config, plan.source)
+    cache = pack_cache(config, plan.source, maps=True)
     isa = config.isa or ""
 
     linear: Shared[LinearBackend] = Shared(

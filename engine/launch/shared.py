@@ -105,8 +105,9 @@ def native_experts(plan: EnginePlan, pool: _native.WorkerPool, cache: PackCache 
     )
 
 
-def pack_cache(config: EngineConfig, source: WeightSource) -> PackCache | None:
-    """Where packed weights are kept: in the folder asked for, or beside the model; None: nowhere."""
+def pack_cache(config: EngineConfig, source: WeightSource, *, maps: bool = False) -> PackCache | None:
+    """Where packed weights are kept: in the folder asked for, or beside the model; None: nowhere. `maps`: as of
+    `PackCache`."""
     if config.pack_cache == "off":
         return None
     files = Path(os.path.expanduser(config.gguf or config.model)).absolute()
@@ -115,4 +116,4 @@ def pack_cache(config: EngineConfig, source: WeightSource) -> PackCache | None:
         root = Path(os.path.expanduser(config.pack_cache))
     else:
         root = (files if files.is_dir() else files.parent) / CACHE_FOLDER
-    return PackCache(model_folder(root, name, source.identity), source.identity)
+    return PackCache(model_folder(root, name, source.identity), source.identity, maps=maps)

@@ -6,11 +6,16 @@ per layer's experts.
 The header names the layout's version, the weights' shape and formats, a hash of the source and a checksum of what
 follows. A file that differs in anything is rebuilt, never trusted; it is replaced in one step (rename). Nothing is
 ever deleted: folders of other models, or of this one before its files changed, are named in a note.
+
+Where a CPU computes and all its memory is one node's, files are mapped and not copied, so a second start takes no
+memory of its own for them and no time to fill it. A lease of the kernel's holds up whoever would write to a mapped file
+until its weights were copied (native/src/runtime/mapped_file.hpp); where there are no leases files are copied at once.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -66,14 +71,18 @@ def plain_name(name: str) -> str:
 
 class PackCache:
     """`folder` is made when first written to, `identity` tells one state of the model's files from another. A disk
-    that is full or read-only costs the cache, not the start: the first failure to write is noted and the last try."""
+    that is full or read-only costs the cache, not the start: the first failure to write is noted and the last try.
+    `maps`: whether files may be mapped; a GPU pins memory that is its process's own."""
 
-    def __init__(self, folder: Path, identity: str = "") -> None:
+    def __init__(self, folder: Path, identity: str = "", *, maps: bool = False) -> None:
         self.folder = folder
         self.identity = identity
         self.notes: list[str] = []
         self._writes = True
         self._outdated = False
+        self._maps = maps
+        self._mapped: _native.MappedFiles | None = None  # made with the first
+        self._unlocked = 0  # bytes
         self._read, self._packed = 0, 0  # bytes
 
     def path(self, name: str) -> Path:
@@ -103,15 +112,38 @@ class PackCache:
                     return self._stale(path, "its header", every=False)
                 if os.fstat(file.fileno()).st_size != HEADER_BYTES + packed.num_bytes:
                     return self._stale(path, "its size")
-                if packed.read(pool, file.fileno(), HEADER_BYTES) != checksum:
+                if self._filled(packed, pool, file.fileno()) != checksum:
                     return self._stale(path, "its checksum")
         except FileNotFoundError:
             return False
         except (PermissionError, NotADirectoryError) as error:  # of the folder
             return self._stale(path, str(error), every=False)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             return self._stale(path, str(error))
         return True
+
+    def _filled(self, packed: Any, pool: _native.WorkerPool, file: int) -> int:
+        """The checksum of an open file's weights, which `packed` holds from here on. OSError, RuntimeError or
+        ValueError if they cannot be read."""
+        mapped = self._map(file) if packed.shards == 1 else None
+        if mapped is None:
+            return int(packed.read(pool, file, HEADER_BYTES))
+        checksum = int(packed.adopt(pool, mapped, HEADER_BYTES))
+        self._unlocked += 0 if mapped.lock() else mapped.num_bytes
+        return checksum
+
+    def _map(self, file: int) -> _native.MappedFile | None:
+        """None where files are not mapped, or others' changes to this one could not be held up."""
+        if not self._maps:
+            return None
+        if self._mapped is None:
+            native: Any = importlib.import_module("native._native")
+            self._mapped = native.MappedFiles()
+        try:
+            return self._mapped.map(file)
+        except OSError as error:
+            log.debug("packed weights are copied, not mapped: %s", error)
+            return None
 
     def _stale(self, path: Path, why: str, *, every: bool = True) -> bool:
         """`every`: to be said of each file; settings, versions and the folder make all of them stale at once."""
@@ -160,7 +192,13 @@ class PackCache:
     def report(self) -> list[str]:
         """What the start got from the cache, what went wrong, and what else lies beside it."""
         done = f"{format_bytes(self._read)} read, {format_bytes(self._packed)} packed"
-        return [f"packed weights, {self.folder}: {done}", *self.notes, *self._others()]
+        kept = []
+        if self._unlocked:
+            kept = [
+                f"note: {format_bytes(self._unlocked)} of them are mapped and may leave memory while nobody computes "
+                "(ulimit -l is less)"
+            ]
+        return [f"packed weights, {self.folder}: {done}", *kept, *self.notes, *self._others()]
 
     def _others(self) -> list[str]:
         try:

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 #include <vector>
 
@@ -67,6 +68,24 @@ uint64_t transfer(WorkerPool& pool, const std::vector<Span>& spans, int64_t offs
 }
 
 }  // namespace
+
+uint64_t adopt_file(WorkerPool& pool, std::vector<Arena>& shards, const std::shared_ptr<MappedFile>& file,
+                    int64_t offset, int64_t bytes) {
+  if (shards.size() != 1) throw std::invalid_argument("shards: " + std::to_string(shards.size()) + "; allowed is 1");
+  if (file->bytes() != offset + bytes) {
+    throw std::invalid_argument("bytes of the file: " + std::to_string(file->bytes()) + "; wanted are " +
+                                std::to_string(offset + bytes));
+  }
+  const uint8_t* data = file->data() + offset;
+  std::vector<uint64_t> sums(static_cast<size_t>((bytes + kChunk - 1) / kChunk));
+  pool.parallel_for(static_cast<int64_t>(sums.size()), [&](int64_t i, int) {
+    const int64_t at = i * kChunk, size = std::min(kChunk, bytes - at);
+    file->fetch(offset + at, size);
+    sums[static_cast<size_t>(i)] = hash(data + at, size, static_cast<uint64_t>(i));
+  });
+  shards[0] = Arena(file, data, static_cast<size_t>(bytes));
+  return hash(reinterpret_cast<const uint8_t*>(sums.data()), static_cast<int64_t>(sums.size() * 8), 0);
+}
 
 uint64_t write_spans(WorkerPool& pool, const std::vector<Span>& spans, int file, int64_t offset) {
   return transfer(pool, spans, offset,
