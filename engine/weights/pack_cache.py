@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.files.model_file import MadeBytes
+from engine.files.model_file import FileBytes, MadeBytes
 from engine.units import format_bytes
 from engine.weights.store import WeightTensor
 
@@ -95,10 +95,12 @@ class PackCache:
             digest.update(f"{weight.name} {weight.type} {weight.shape}".encode())
             data = weight.data
             for piece in data.ranges if isinstance(data, MadeBytes) else (data,):
-                last = max(0, piece.nbytes - SAMPLE_BYTES)
-                for i in range(SAMPLES):
-                    start = last * i // (SAMPLES - 1)
-                    digest.update(piece[start : start + SAMPLE_BYTES].tobytes())
+                last, size = max(0, piece.nbytes - SAMPLE_BYTES), min(SAMPLE_BYTES, piece.nbytes)
+                for start in (last * i // (SAMPLES - 1) for i in range(SAMPLES)):
+                    if isinstance(piece, FileBytes):
+                        digest.update(piece.file.small(piece.start + start, size))
+                    else:
+                        digest.update(piece[start : start + size].tobytes())
         return digest.hexdigest()
 
     def read(self, key: PackKey, packed: Any, pool: _native.WorkerPool) -> bool:
@@ -141,7 +143,7 @@ class PackCache:
             self._mapped = native.MappedFiles()
         try:
             return self._mapped.map(file)
-        except OSError as error:
+        except RuntimeError as error:
             log.debug("packed weights are copied, not mapped: %s", error)
             return None
 

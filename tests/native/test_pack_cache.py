@@ -174,11 +174,14 @@ def test_whoever_changes_a_mapped_file_waits_until_it_was_copied(
     assert f"opens {mapped.path} for writing: its weights were copied" in capfd.readouterr().err
 
 
-def test_a_file_that_is_open_for_writing_is_copied(pool: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_open_for_writing_is_copied(
+    pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     load(pool, Layer("Q4_0"), tmp_path)
-    with packed(tmp_path).open("r+b"):
+    with packed(tmp_path).open("r+b"), caplog.at_level(logging.DEBUG):
+        monkeypatch.setattr(PackCache, "write", None)  # packing would call it
         mapped = Mapped(pool, tmp_path)
-        assert not mapped.lines
+        assert not mapped.lines and "copied, not mapped" in caplog.text
         mapped.check()
 
 

@@ -134,7 +134,7 @@ void bind_core(nb::module_& module) {
   nb::class_<MappedFiles>(module, "MappedFiles", "Mapped files; those that others want to write to are copied.")
       .def(nb::new_([] { return std::make_shared<MappedFiles>(); }))
       .def("map", &MappedFiles::map, "file"_a,
-           "All of an open file, read-only. OSError where its changes could not be held up: no lease is to be had.");
+           "All of an open file, read-only. RuntimeError where its changes could not be held up: no lease is to be had.");
   module.def("futex_wakes", &futex_wakes, "calls"_a, "gap_us"_a = 0.0, nb::call_guard<nb::gil_scoped_release>(),
              "Seconds of each of `calls` wakes of one sleeping thread, answer included: the floor of a parked pool.");
 }
