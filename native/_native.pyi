@@ -203,8 +203,16 @@ class MappedFiles:
     def __init__(self) -> None: ...
     def map(self, file: int) -> MappedFile:
         """
-        All of an open file, read-only. OSError where its changes could not be held up: no lease is to be had.
+        All of an open file, read-only. RuntimeError where its changes could not be held up: no lease is to be had.
         """
+
+    def read_ahead(self, paths: Sequence[str], offset: int, threads: int) -> None:
+        """
+        Maps files and sums them up from `offset` on, on threads of its own, for `map`. Once; `drop` must follow.
+        """
+
+    def drop(self) -> None:
+        """Ends reading ahead; files that nobody has mapped by then are given up."""
 
 def futex_wakes(calls: int, gap_us: float = 0.0) -> list[float]:
     """

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from api.bodies.generation import ChatOptions
 from api.bodies.parsing import readable
+from api.cli.early import say
 from api.client.client import EngineClient
-from api.client.process import ENGINE_COMMAND
 from api.config import ServeConfig
 from api.prepare.job import TextSettings
 from engine.config import EngineConfig
@@ -25,44 +22,10 @@ from engine.errors import UserError
 from engine.files.json_file import read_json
 from engine.files.regular import elsewhere
 from engine.messages import Loading, Planned, Ready
-from engine.null import is_null, null_settings
+from engine.null import is_null
 
 SAY_S = 2.0  # between two lines on a stage where no bar is shown
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def with_demo(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
-    """Without a model, the demo in the repository and its adapters are served; the lines say so. The null engine speaks
-    the demo's vocabulary if no other is named."""
-    from demo.paths import demo_adapters, demo_model
-
-    if is_null(config.model):
-        null_settings(config.model)
-        config.gguf = config.gguf or str(demo_model())
-    if config.model:
-        return config, []
-
-    try:
-        config.model = str(demo_model())
-        adapters = [f"{name}={path}" for name, path in demo_adapters().items()]
-    except FileNotFoundError as error:
-        raise UserError(f"no --model was given, and the demo model cannot be served: {error}", "model") from None
-    config.served_model_name = config.served_model_name or "demo"
-    config.adapters = [*adapters, *config.adapters]
-    return config, [f"no --model: serving the demo model, {config.model}"]
-
-
-def engine_command(serve: ServeConfig) -> tuple[str, ...]:
-    """What starts the engine process: --engine-command in words, or our own. Raises UserError."""
-    if serve.engine_command is None:
-        return ENGINE_COMMAND
-    try:
-        command = tuple(shlex.split(serve.engine_command))
-    except ValueError as error:
-        raise UserError(f"--engine-command: {error}", "engine_command") from None
-    if not command:
-        raise UserError("--engine-command is empty", "engine_command")
-    return command
 
 
 def text_settings(engine: EngineConfig, serve: ServeConfig) -> TextSettings:
@@ -162,19 +125,6 @@ class LoadingBar:
             self._said_s = time.monotonic()
 
 
-def make_client(engine: EngineConfig, serve: ServeConfig) -> EngineClient:
-    """A client whose engine has not been started. Raises UserError."""
-    try:
-        return EngineClient(
-            engine,
-            command=engine_command(serve),
-            max_restarts=serve.max_restarts,
-            hang_s=serve.engine_hang_s or None,
-        )
-    except OSError as error:
-        raise UserError(f"the temporary folder {tempfile.gettempdir()}: {error.strerror}; set TMPDIR") from None
-
-
 async def start_engine(client: EngineClient, console: Console) -> Ready:
     """Start the engine, with its plan and its progress on the console. Raises UserError or EngineError; the caller
     shuts down."""
@@ -184,6 +134,8 @@ async def start_engine(client: EngineClient, console: Console) -> Ready:
         planned.extend(plan.lines)
         say(console, plan.lines)
 
+    if client.planned is not None:  # it came between `begin` and now
+        show(client.planned)
     with LoadingBar(console) as bar:
         client.on_planned, client.on_loading = show, bar.update
         try:
@@ -192,8 +144,3 @@ async def start_engine(client: EngineClient, console: Console) -> Ready:
             client.on_planned = client.on_loading = None
     say(console, ready.lines[len(planned) :])
     return ready
-
-
-def say(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

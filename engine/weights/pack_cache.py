@@ -15,7 +15,6 @@ until its weights were copied (native/src/runtime/mapped_file.hpp); where there 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -28,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.files.model_file import FileBytes, MadeBytes
 from engine.units import format_bytes
-from engine.weights.store import WeightTensor
 
 if TYPE_CHECKING:
+    from engine.weights.store import WeightTensor
     from native import _native
 
 MAGIC = b"KTPACK1\n"
@@ -59,6 +58,15 @@ class PackKey:
         return (MAGIC + len(text).to_bytes(8, "little") + text).ljust(HEADER_BYTES, b"\0")
 
 
+def cache_root(pack_cache: str, model: str, gguf: str | None) -> tuple[Path, str]:
+    """The folder of all models' packed weights and the model's name there, by the settings of an engine."""
+    files = Path(os.path.expanduser(gguf or model)).absolute()
+    name = files.stem if files.suffix == ".gguf" else files.name
+    if pack_cache != "auto":
+        return Path(os.path.expanduser(pack_cache)), name
+    return (files if files.is_dir() else files.parent) / CACHE_FOLDER, name
+
+
 def model_folder(root: Path, name: str, identity: str) -> Path:
     """`root`/NAME-HASH for the state of a model's files that `identity` tells from others."""
     return root / f"{plain_name(name)}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
@@ -72,16 +80,15 @@ def plain_name(name: str) -> str:
 class PackCache:
     """`folder` is made when first written to, `identity` tells one state of the model's files from another. A disk
     that is full or read-only costs the cache, not the start: the first failure to write is noted and the last try.
-    `maps`: whether files may be mapped; a GPU pins memory that is its process's own."""
+    `mapped` maps files; None: they are copied, as a GPU pins memory that is its process's own."""
 
-    def __init__(self, folder: Path, identity: str = "", *, maps: bool = False) -> None:
+    def __init__(self, folder: Path, identity: str = "", mapped: _native.MappedFiles | None = None) -> None:
         self.folder = folder
         self.identity = identity
         self.notes: list[str] = []
         self._writes = True
         self._outdated = False
-        self._maps = maps
-        self._mapped: _native.MappedFiles | None = None  # made with the first
+        self._mapped = mapped
         self._unlocked = 0  # bytes
         self._read, self._packed = 0, 0  # bytes
 
@@ -136,11 +143,8 @@ class PackCache:
 
     def _map(self, file: int) -> _native.MappedFile | None:
         """None where files are not mapped, or others' changes to this one could not be held up."""
-        if not self._maps:
-            return None
         if self._mapped is None:
-            native: Any = importlib.import_module("native._native")
-            self._mapped = native.MappedFiles()
+            return None
         try:
             return self._mapped.map(file)
         except RuntimeError as error:
@@ -193,6 +197,8 @@ class PackCache:
 
     def report(self) -> list[str]:
         """What the start got from the cache, what went wrong, and what else lies beside it."""
+        if self._mapped is not None:
+            self._mapped.drop()
         done = f"{format_bytes(self._read)} read, {format_bytes(self._packed)} packed"
         kept = []
         if self._unlocked:

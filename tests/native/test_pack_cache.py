@@ -42,7 +42,7 @@ def load(
     pool: Any, layer: Layer, folder: Path | None, source_id: str = "", *, maps: bool = False, **options: Any
 ) -> torch.Tensor:
     """What a freshly loaded backend computes."""
-    cache = None if folder is None else PackCache(folder, source_id, maps=maps)
+    cache = None if folder is None else PackCache(folder, source_id, _native.MappedFiles() if maps else None)
     experts = NativeExperts(SIZES, BF16, pool, cache=cache, **options)
     experts.load_layer(0, layer.store)
     return run(experts, experts.bind(0, batch(4, BF16)))
@@ -127,7 +127,7 @@ class Mapped:
         layer = Layer(type)
         self.expected = load(pool, layer, folder)
         self.path = packed(folder)
-        self.experts = NativeExperts(SIZES, BF16, pool, cache=PackCache(folder, maps=True))
+        self.experts = NativeExperts(SIZES, BF16, pool, cache=PackCache(folder, mapped=_native.MappedFiles()))
         self.experts.load_layer(0, layer.store)
         self.task = self.experts.bind(0, batch(4, BF16))
 
@@ -192,7 +192,7 @@ def test_what_is_mapped_and_not_locked_is_said(
     load(pool, layer, tmp_path)
     for locks in (True, False):
         monkeypatch.setattr(_native.MappedFile, "lock", lambda self, locks=locks: locks)
-        cache = PackCache(tmp_path, maps=True)
+        cache = PackCache(tmp_path, mapped=_native.MappedFiles())
         NativeExperts(SIZES, BF16, pool, cache=cache).load_layer(0, layer.store)
         assert any("ulimit -l" in line for line in cache.report()) is not locks
 
@@ -265,7 +265,7 @@ def test_a_stale_or_damaged_projection_is_rebuilt(
     pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, maps: bool
 ) -> None:
     x = draw(5, 256, seed=3).to(BF16)
-    cache = PackCache(tmp_path, "a", maps=maps)
+    cache = PackCache(tmp_path, "a", _native.MappedFiles() if maps else None)
     projection(pool, cache)
     path = tmp_path / "model.o_proj.ktpack"
     good = path.read_bytes()

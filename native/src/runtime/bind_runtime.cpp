@@ -133,8 +133,14 @@ void bind_core(nb::module_& module) {
            "Into memory of its own, at the same addresses; others may write to the file then.");
   nb::class_<MappedFiles>(module, "MappedFiles", "Mapped files; those that others want to write to are copied.")
       .def(nb::new_([] { return std::make_shared<MappedFiles>(); }))
-      .def("map", &MappedFiles::map, "file"_a,
-           "All of an open file, read-only. RuntimeError where its changes could not be held up: no lease is to be had.");
+      .def(
+          "map", &MappedFiles::map, "file"_a,
+          "All of an open file, read-only. RuntimeError where its changes could not be held up: no lease is to be had.")
+      .def("read_ahead", &MappedFiles::read_ahead, "paths"_a, "offset"_a, "threads"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Maps files and sums them up from `offset` on, on threads of its own, for `map`. Once; `drop` must follow.")
+      .def("drop", &MappedFiles::drop, nb::call_guard<nb::gil_scoped_release>(),
+           "Ends reading ahead; files that nobody has mapped by then are given up.");
   module.def("futex_wakes", &futex_wakes, "calls"_a, "gap_us"_a = 0.0, nb::call_guard<nb::gil_scoped_release>(),
              "Seconds of each of `calls` wakes of one sleeping thread, answer included: the floor of a parked pool.");
 }

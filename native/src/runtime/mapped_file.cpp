@@ -11,7 +11,10 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <stdexcept>
 #include <system_error>
+
+#include "runtime/checksum.hpp"
 
 #ifndef F_SETSIG
 #define F_SETSIG 10
@@ -35,9 +38,13 @@ constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr auto kLook = std::chrono::milliseconds(200);  // the kernel waits for 45 s (lease-break-time)
 
-[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
 
-size_t pages(int64_t bytes) { return (static_cast<size_t>(bytes) + kPage - 1) / kPage * kPage; }
+size_t pages(int64_t bytes) {
+  return (static_cast<size_t>(bytes) + kPage - 1) / kPage * kPage;
+}
 
 // Addresses that begin on a huge page, reserved.
 uint8_t* reserve(size_t bytes) {
@@ -62,6 +69,8 @@ MappedFile::MappedFile(std::shared_ptr<MappedFiles> files, int file)
     struct stat state;
     if (fstat(held, &state) < 0) fail("its size");
     if (state.st_size < 1) throw std::system_error(EINVAL, std::generic_category(), "an empty file");
+    device_ = state.st_dev;
+    number_ = state.st_ino;
     bytes_ = state.st_size;
     mapped_ = pages(bytes_);
     data_ = reserve(mapped_);
@@ -93,9 +102,59 @@ void MappedFile::fetch(int64_t at, int64_t bytes) const {
   }
 }
 
-bool MappedFile::lock() const { return mlock(data_, mapped_) == 0; }
+void MappedFile::begin(int64_t offset) {
+  const std::lock_guard lock(mutex_);
+  if (offset_ == offset) return;
+  if (offset_ >= 0) throw std::invalid_argument("offset: the file is summed up from another");
+  if (offset < 0 || offset > bytes_) throw std::invalid_argument("offset: " + std::to_string(offset));
+  offset_ = offset;
+  sums_.assign(static_cast<size_t>((bytes_ - offset + kSumChunk - 1) / kSumChunk), 0);
+}
 
-bool MappedFile::wanted() const { return file_ >= 0 && fcntl(file_, F_GETLEASE) != F_RDLCK; }
+void MappedFile::sum() {
+  while (sum_one()) {
+  }
+}
+
+// False: there is none left.
+bool MappedFile::sum_one() {
+  size_t chunk;
+  {
+    const std::lock_guard lock(mutex_);
+    if (taken_ == sums_.size()) return false;
+    chunk = taken_++;
+  }
+  const int64_t at = offset_ + static_cast<int64_t>(chunk) * kSumChunk;
+  const int64_t size = std::min(kSumChunk, bytes_ - at);
+  uint64_t sum = 0;
+  int error = 0;
+  try {
+    fetch(at, size);
+    sum = chunk_sum(data_ + at, size, chunk);
+  } catch (const std::system_error& failed) {
+    error = failed.code().value();
+  }
+  const std::lock_guard lock(mutex_);
+  sums_[chunk] = sum;
+  if (error != 0) error_ = error;
+  if (++done_ == sums_.size()) summed_.notify_all();
+  return true;
+}
+
+uint64_t MappedFile::checksum() {
+  std::unique_lock lock(mutex_);
+  summed_.wait(lock, [this] { return done_ == sums_.size(); });
+  if (error_ != 0) throw std::system_error(error_, std::generic_category(), "packed weights");
+  return checksum_of(sums_.data(), static_cast<int64_t>(sums_.size()));
+}
+
+bool MappedFile::lock() const {
+  return mlock(data_, mapped_) == 0;
+}
+
+bool MappedFile::wanted() const {
+  return file_ >= 0 && fcntl(file_, F_GETLEASE) != F_RDLCK;
+}
 
 std::string MappedFile::path() const {
   char path[4096];
@@ -131,11 +190,61 @@ MappedFiles::~MappedFiles() {
 }
 
 std::shared_ptr<MappedFile> MappedFiles::map(int file) {
+  struct stat state;
+  if (fstat(file, &state) < 0) fail("a descriptor");
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& held : ahead_) {
+      if (held->device_ == state.st_dev && held->number_ == state.st_ino) return held;
+    }
+  }
   auto made = std::make_shared<MappedFile>(shared_from_this(), file);
-  const std::lock_guard lock(mutex_);
-  mapped_.push_back(made.get());
-  if (!thread_.joinable()) thread_ = std::thread([this] { watch(); });
+  add(made.get());
   return made;
+}
+
+void MappedFiles::add(MappedFile* file) {
+  const std::lock_guard lock(mutex_);
+  mapped_.push_back(file);
+  if (!thread_.joinable()) thread_ = std::thread([this] { watch(); });
+}
+
+void MappedFiles::read_ahead(const std::vector<std::string>& paths, int64_t offset, int threads) {
+  std::vector<std::shared_ptr<MappedFile>> files;
+  for (const std::string& path : paths) {
+    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) continue;
+    try {
+      files.push_back(std::make_shared<MappedFile>(shared_from_this(), file));
+      add(files.back().get());
+      files.back()->begin(offset);
+    } catch (const std::exception&) {
+      if (!files.empty() && files.back()->offset_ < 0) files.pop_back();  // shorter than `offset`
+    }
+    close(file);
+  }
+  const std::lock_guard lock(mutex_);
+  ahead_ = files;
+  for (int i = 0; i < threads; ++i) {
+    readers_.emplace_back([this, files] {
+      for (const auto& file : files) {
+        while (!stops_ && file->sum_one()) {
+        }
+      }
+    });
+  }
+}
+
+void MappedFiles::drop() {
+  stops_ = true;
+  std::vector<std::thread> readers;
+  std::vector<std::shared_ptr<MappedFile>> files;
+  {
+    const std::lock_guard lock(mutex_);
+    readers.swap(readers_);
+    files.swap(ahead_);
+  }
+  for (std::thread& reader : readers) reader.join();
 }
 
 void MappedFiles::watch() {
