@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from engine.files.regular import elsewhere
 from engine.messages import Loading, Planned, Ready
 from engine.null import is_null
 
-SAY_S = 2.0  # between two lines on a stage where no bar is shown
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -88,7 +86,7 @@ def sampling_defaults(engine: EngineConfig, serve: ServeConfig) -> tuple[dict[st
 
 
 class LoadingBar:
-    """Progress on stderr while the model loads: a bar on a terminal, elsewhere lines as stages begin and go on."""
+    """Progress on stderr while the model loads: a bar on a terminal, elsewhere a line for each step of a stage."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -102,7 +100,6 @@ class LoadingBar:
         )
         self._console = console
         self._tasks: dict[str, TaskID] = {}
-        self._said_s = 0.0
 
     def __enter__(self) -> LoadingBar:
         self._progress.start()
@@ -114,15 +111,15 @@ class LoadingBar:
     def update(self, loading: Loading) -> None:
         if loading.stage not in self._tasks:
             self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
-            self._say(f"{loading.stage} ...")
-        elif time.monotonic() - self._said_s >= SAY_S:
+        if loading.done:
             self._say(f"{loading.stage}: {loading.done} of {loading.total}")
+        else:
+            self._say(f"{loading.stage} ...")
         self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
 
     def _say(self, line: str) -> None:
         if not self._console.is_terminal:
             self._console.print(line, style="dim")
-            self._said_s = time.monotonic()
 
 
 async def start_engine(client: EngineClient, console: Console) -> Ready:

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.experts.native import NativeExperts
 from engine.launch.shared import pack_cache
 from engine.linear.native import NativeLinearBackend
+from engine.weights.ahead import read_ahead
 from engine.weights.open import open_model
 from engine.weights.pack_cache import HEADER_BYTES, PackCache, model_folder
 from native import _native
@@ -195,6 +196,47 @@ def test_what_is_mapped_and_not_locked_is_said(
         cache = PackCache(tmp_path, mapped=_native.MappedFiles())
         NativeExperts(SIZES, BF16, pool, cache=cache).load_layer(0, layer.store)
         assert any("ulimit -l" in line for line in cache.report()) is not locks
+
+
+def ahead_of(folder: Path, **settings: Any) -> Any:
+    made = read_ahead(EngineConfig(model=str(folder / "m.gguf"), device="cpu", cpu_threads=2, **settings))
+    if made is not None:
+        made.drop()
+    return made
+
+
+def test_what_is_read_ahead_is_what_the_engine_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_gguf(tiny_model(5), tmp_path / "m.gguf", "Q8_0", "Q8_0")
+    settings = {"rules": None, "dtype": "auto", "pack_cache": "auto", "device": "cpu"}
+    prompts = [[5, 6, 7, 8], [9, 9, 2]]
+    assert ahead_of(tmp_path) is None  # nothing is there yet
+    first = Harness(tmp_path / "m.gguf", **settings)
+    expected = first.generate(prompts)
+    first.close()
+    assert ahead_of(tmp_path, pack_cache="off") is None
+    packed_folder = next((tmp_path / ".ktserve").iterdir())
+    files = sorted(packed_folder.iterdir())
+    good = {path: path.read_bytes() for path in files}
+    rng = random.Random(3)
+    for kind in range(8):
+        path = rng.choice(files)
+        content = good[path]
+        at = rng.randrange(len(content))
+        flipped = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+        path.write_bytes((content, flipped, content[:at], content + b"x")[kind % 4])
+        mapped = read_ahead(EngineConfig(model=str(tmp_path / "m.gguf"), device="cpu", cpu_threads=2))
+        assert mapped is not None
+        caplog.clear()
+        engine = Harness(tmp_path / "m.gguf", mapped=mapped, **settings)
+        assert engine.generate(prompts) == expected
+        assert ("packing again" in caplog.text) is bool(kind % 4)
+        assert path.read_bytes() == good[path]
+        engine.close()
+    (tmp_path / ".ktserve" / "m-0123456789ab").mkdir()
+    (tmp_path / ".ktserve" / "m-0123456789ab" / files[0].name).write_bytes(b"")
+    assert ahead_of(tmp_path) is None  # of which of the two is not known before the model is open
 
 
 def test_two_nodes_memory_is_not_mapped(tmp_path: Path) -> None:
