@@ -145,7 +145,7 @@ NATIVE := $(shell find native -name '*.cpp' -o -name '*.hpp' -o -name CMakeLists
 
 GPU := $(if $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep '^GPU'),$(VENV)/.gpu)
 
-setup: $(VENV)/.packages $(VENV)/.kt $(VENV)/.native $(GPU)
+setup: $(VENV)/.packages $(VENV)/.kt $(VENV)/.native $(VENV)/.compiled $(GPU)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 10) <= v < (3, 15) else "ktserve needs Python 3.10 to 3.14, this is %d.%d: make PYTHON=python3.11 ..." % v[:2])'
@@ -204,6 +204,12 @@ $(VENV)/.gpu: pyproject.toml constraints.txt | $(VENV)/.packages
 # install again.
 MODULES := $(shell find ktserve api engine scheduler native rules training loadtests demo cluster -name '*.py' \
   | LC_ALL=C sort | cksum | cut -d' ' -f1)
+
+# Compiled once and not by each process, of which a server has three, where PYTHONDONTWRITEBYTECODE is set (images).
+SERVED := ktserve api engine scheduler native rules training demo
+$(VENV)/.compiled: $(shell find $(SERVED) -name '*.py') | $(VENV)/bin/python
+	@$(PY) -m compileall -q $(SERVED)
+	@touch $@
 
 $(VENV)/.modules-$(MODULES): | $(VENV)/bin/python
 	@rm -f $(VENV)/.modules-*

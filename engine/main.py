@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from engine.null import is_null
 
 if TYPE_CHECKING:
     from engine.core import EngineCore
-    from engine.messages import FromEngine
+    from engine.messages import FromEngine, Ready
     from engine.steps.base import Tuner
 
 MakeTuner = Callable[["EngineCore", Callable[["FromEngine"], None], EngineConfig], "Tuner"]
@@ -86,6 +87,7 @@ def _run(args: argparse.Namespace, config: EngineConfig, make_tuner: MakeTuner |
 
 def _serve(config: EngineConfig, address: str, heartbeat: str, make_tuner: MakeTuner | None) -> int:
     from engine.launch.process import EngineProcess
+    from engine.weights.ahead import read_ahead
 
     process = EngineProcess(address, heartbeat)
 
@@ -95,9 +97,13 @@ def _serve(config: EngineConfig, address: str, heartbeat: str, make_tuner: MakeT
 
             return build_null(config, args[1])
 
-        from engine.launch.assemble import build
-
-        core, ready = build(*args)
+        mapped = read_ahead(config)
+        try:
+            build = _imported()
+            core, ready = build(*args, mapped)
+        finally:
+            if mapped is not None:
+                mapped.drop()
         if config.fine_tuning:
             if make_tuner is None:
                 raise UserError("--fine-tuning: this program starts the engine alone", "fine_tuning")
@@ -107,6 +113,16 @@ def _serve(config: EngineConfig, address: str, heartbeat: str, make_tuner: MakeT
         return core, ready
 
     return process.serve(config, build)
+
+
+def _imported() -> Callable[..., tuple[EngineCore, Ready]]:
+    """What builds an engine. Imports make objects that stay: the collector would look at them all, several times."""
+    gc.disable()
+    try:
+        from engine.launch.assemble import build
+    finally:
+        gc.enable()
+    return build
 
 
 def _rank(orders: int, slots: int) -> NoReturn:

@@ -180,6 +180,40 @@ class WorkerPool:
         Of each job that was recorded since the last call: work items, seconds, and seconds of all workers.
         """
 
+class MappedFile:
+    """A file in memory without a copy, which nobody may change meanwhile."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def wanted(self) -> bool:
+        """Whether another program waits to write to it."""
+
+    def lock(self) -> bool:
+        """Keeps it in memory; False where this user may not."""
+
+    def copy(self) -> None:
+        """
+        Into memory of its own, at the same addresses; others may write to the file then.
+        """
+
+class MappedFiles:
+    """Mapped files; those that others want to write to are copied."""
+
+    def __init__(self) -> None: ...
+    def map(self, file: int) -> MappedFile:
+        """
+        All of an open file, read-only. RuntimeError where its changes could not be held up: no lease is to be had.
+        """
+
+    def read_ahead(self, paths: Sequence[str], offset: int, threads: int) -> None:
+        """
+        Maps files and sums them up from `offset` on, on threads of its own, for `map`. Once; `drop` must follow.
+        """
+
+    def drop(self) -> None:
+        """Ends reading ahead; files that nobody has mapped by then are given up."""
+
 def futex_wakes(calls: int, gap_us: float = 0.0) -> list[float]:
     """
     Seconds of each of `calls` wakes of one sleeping thread, answer included: the floor of a parked pool.
@@ -286,6 +320,11 @@ class ExpertLayer:
 
     def read(self, pool: WorkerPool, file: int, offset: int) -> int:
         """Fills the packed memory from a file; the checksum of what came."""
+
+    def adopt(self, pool: WorkerPool, file: MappedFile, offset: int) -> int:
+        """
+        Takes the packed memory from a mapped file, without a copy; the checksum of what is there.
+        """
 
     @property
     def shards(self) -> int: ...
@@ -445,6 +484,11 @@ class PackedLinear:
 
     def read(self, pool: WorkerPool, file: int, offset: int) -> int:
         """Fills the packed memory from a file; the checksum of what came."""
+
+    def adopt(self, pool: WorkerPool, file: MappedFile, offset: int) -> int:
+        """
+        Takes the packed memory from a mapped file, without a copy; the checksum of what is there.
+        """
 
     @property
     def format(self) -> str: ...

@@ -28,7 +28,7 @@ from tempfile import TemporaryFile
 from typing import BinaryIO, NoReturn
 
 ROOT = Path(__file__).parents[1]
-COMMAND_LINE = ("api.cli.main", "api.cli.serve")
+COMMAND_LINE = ("api.cli.main", "api.cli.early", "api.cli.serve")
 _MOST_BYTES = 1 << 20  # a command's arguments and environment
 
 

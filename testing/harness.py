@@ -52,9 +52,10 @@ class Result:
 
 
 class Harness:
-    """`config` are EngineConfig's fields. Every step checks the integrity of blocks and slots."""
+    """`config` are EngineConfig's fields. Every step checks the integrity of blocks and slots. `mapped`: as of
+    `assemble`."""
 
-    def __init__(self, model: Path, **config: Any) -> None:
+    def __init__(self, model: Path, mapped: Any = None, **config: Any) -> None:
         defaults: dict[str, Any] = {
             "dtype": "float32",
             "kv_cache_tokens": 2048,
@@ -66,7 +67,7 @@ class Harness:
         self.plan = plan_engine(settings)
         self.progress: list[tuple[str, int, int]] = []
         self.core: EngineCore = assemble(
-            self.plan, self._take, lambda *seen: self.progress.append(seen), SharedReader()
+            self.plan, self._take, lambda *seen: self.progress.append(seen), SharedReader(), mapped
         )
         self.results: dict[str, Result] = {}
         self.prompts: dict[str, list[int]] = {}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from api.cli.launch import engine_command, sampling_defaults, text_settings, with_demo
+from api.cli.early import engine_command, with_demo
+from api.cli.launch import sampling_defaults, text_settings
 from api.client.process import ENGINE_COMMAND, child_environment
 from api.config import ServeConfig
 from api.prepare.prompts import tokenizer_of

@@ -12,7 +12,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from api.cli.child import read_families
 from api.cli.options import Parser
 from api.config import ServeConfig
 from api.hub.names import HubName, is_hub_name, parse_name
@@ -150,6 +149,8 @@ def models(console: Console) -> int:
     if not found:
         print(f"{cache_folder()} holds no models; fetch one: ktserve pull hf:ORG/REPO")
         return 0
+    from api.cli.child import read_families  # takes its time to be imported
+
     families = iter(read_families([str(held.path) for held in found if held.path is not None]))
     table = Table(box=None, pad_edge=False)
     for title in ("name", "size", "family", "serve it"):

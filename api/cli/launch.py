@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import tempfile
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +12,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from api.bodies.generation import ChatOptions
 from api.bodies.parsing import readable
+from api.cli.early import say
 from api.client.client import EngineClient
-from api.client.process import ENGINE_COMMAND
 from api.config import ServeConfig
 from api.prepare.job import TextSettings
 from engine.config import EngineConfig
@@ -25,44 +21,9 @@ from engine.errors import UserError
 from engine.files.json_file import read_json
 from engine.files.regular import elsewhere
 from engine.messages import Loading, Planned, Ready
-from engine.null import is_null, null_settings
+from engine.null import is_null
 
-SAY_S = 2.0  # between two lines on a stage where no bar is shown
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def with_demo(config: EngineConfig) -> tuple[EngineConfig, list[str]]:
-    """Without a model, the demo in the repository and its adapters are served; the lines say so. The null engine speaks
-    the demo's vocabulary if no other is named."""
-    from demo.paths import demo_adapters, demo_model
-
-    if is_null(config.model):
-        null_settings(config.model)
-        config.gguf = config.gguf or str(demo_model())
-    if config.model:
-        return config, []
-
-    try:
-        config.model = str(demo_model())
-        adapters = [f"{name}={path}" for name, path in demo_adapters().items()]
-    except FileNotFoundError as error:
-        raise UserError(f"no --model was given, and the demo model cannot be served: {error}", "model") from None
-    config.served_model_name = config.served_model_name or "demo"
-    config.adapters = [*adapters, *config.adapters]
-    return config, [f"no --model: serving the demo model, {config.model}"]
-
-
-def engine_command(serve: ServeConfig) -> tuple[str, ...]:
-    """What starts the engine process: --engine-command in words, or our own. Raises UserError."""
-    if serve.engine_command is None:
-        return ENGINE_COMMAND
-    try:
-        command = tuple(shlex.split(serve.engine_command))
-    except ValueError as error:
-        raise UserError(f"--engine-command: {error}", "engine_command") from None
-    if not command:
-        raise UserError("--engine-command is empty", "engine_command")
-    return command
 
 
 def text_settings(engine: EngineConfig, serve: ServeConfig) -> TextSettings:
@@ -125,7 +86,7 @@ def sampling_defaults(engine: EngineConfig, serve: ServeConfig) -> tuple[dict[st
 
 
 class LoadingBar:
-    """Progress on stderr while the model loads: a bar on a terminal, elsewhere lines as stages begin and go on."""
+    """Progress on stderr while the model loads: a bar on a terminal, elsewhere a line for each step of a stage."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -139,7 +100,6 @@ class LoadingBar:
         )
         self._console = console
         self._tasks: dict[str, TaskID] = {}
-        self._said_s = 0.0
 
     def __enter__(self) -> LoadingBar:
         self._progress.start()
@@ -151,28 +111,15 @@ class LoadingBar:
     def update(self, loading: Loading) -> None:
         if loading.stage not in self._tasks:
             self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
-            self._say(f"{loading.stage} ...")
-        elif time.monotonic() - self._said_s >= SAY_S:
+        if loading.done:
             self._say(f"{loading.stage}: {loading.done} of {loading.total}")
+        else:
+            self._say(f"{loading.stage} ...")
         self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
 
     def _say(self, line: str) -> None:
         if not self._console.is_terminal:
             self._console.print(line, style="dim")
-            self._said_s = time.monotonic()
-
-
-def make_client(engine: EngineConfig, serve: ServeConfig) -> EngineClient:
-    """A client whose engine has not been started. Raises UserError."""
-    try:
-        return EngineClient(
-            engine,
-            command=engine_command(serve),
-            max_restarts=serve.max_restarts,
-            hang_s=serve.engine_hang_s or None,
-        )
-    except OSError as error:
-        raise UserError(f"the temporary folder {tempfile.gettempdir()}: {error.strerror}; set TMPDIR") from None
 
 
 async def start_engine(client: EngineClient, console: Console) -> Ready:
@@ -184,6 +131,8 @@ async def start_engine(client: EngineClient, console: Console) -> Ready:
         planned.extend(plan.lines)
         say(console, plan.lines)
 
+    if client.planned is not None:  # it came between `begin` and now
+        show(client.planned)
     with LoadingBar(console) as bar:
         client.on_planned, client.on_loading = show, bar.update
         try:
@@ -192,8 +141,3 @@ async def start_engine(client: EngineClient, console: Console) -> Ready:
             client.on_planned = client.on_loading = None
     say(console, ready.lines[len(planned) :])
     return ready
-
-
-def say(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

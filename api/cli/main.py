@@ -20,7 +20,6 @@ from api.cli.options import Parser, add_flags, environment, note, resolve
 from api.cli.train import ordered
 from api.config import ServeConfig
 from api.logs import JsonFormatter, RateLimit
-from api.tenants.file import tenant_name
 from api.tenants.hashes import HashedKey, new_key
 from api.version import project_version
 from engine.config import EngineConfig
@@ -257,7 +256,7 @@ def _check_architecture(model: str, named: str) -> None:
 
 
 def _serve(args: argparse.Namespace, console: Console) -> int:
-    from api.cli.serve import serve
+    from api.cli.early import serve
 
     engine, config, notes = _settings(args)
     engine = fetched(engine, config, console)
@@ -315,6 +314,8 @@ def _train(args: argparse.Namespace, console: Console) -> int:
 
 def _new_key(args: argparse.Namespace, console: Console) -> int:
     if args.tenant is not None:
+        from api.tenants.file import tenant_name
+
         try:
             tenant_name(args.tenant)
         except ValueError as error:

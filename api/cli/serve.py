@@ -19,8 +19,10 @@ from rich.console import Console
 
 from api.batches.runner import Runner
 from api.batches.service import Batches
-from api.cli.launch import make_client, sampling_defaults, say, start_engine, text_settings, with_demo
+from api.cli.early import say
+from api.cli.launch import sampling_defaults, start_engine, text_settings
 from api.cli.systemd import keep_alive, notify
+from api.client.client import EngineClient
 from api.config import ServeConfig
 from api.dialects.tinker.saved import Saved
 from api.endpoints.application import create_app
@@ -58,8 +60,16 @@ _YOUNG = 20_000  # objects until the collector looks at them: a frame of many to
 _MIN_ADDRESS_SPACE = 2 << 30  # what the engine maps before it loads a weight
 
 
-async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], console: Console) -> int:
+async def serve(
+    client: EngineClient,
+    engine: EngineConfig,
+    config: ServeConfig,
+    notes: list[str],
+    lines: list[str],
+    console: Console,
+) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status. Raises UserError or EngineError if it cannot start.
+    `lines`: of the model and where it is from.
 
     The port is open before the model loads: until then, and while the engine is restarted, answers are 503.
     """
@@ -73,7 +83,6 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
         *notes,
         *(f"note: --adapter-root {root}: no such folder" for root in config.adapter_root if not isdir(root)),
     ]
-    engine, lines = with_demo(engine)
     with listen(config.host, config.port) as bound:
         check_reach(bound, config, keys=keys.required)
         text = text_settings(engine, config)
@@ -82,7 +91,6 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
             _check_fine_tuning(config, tokenizer)
         defaults, more = sampling_defaults(engine, config)
         say(console, [*notes, *lines, *more])
-        client = make_client(engine, config)
         client.vocabulary = None if tokenizer is None else tokenizer.vocabulary()
         prompts = PromptPool(text)
         service = Service(client, config, keys, tokenizer, prompts, defaults)

@@ -55,6 +55,7 @@ class EngineClient:
         self.state = "new"  # new, loading, ready, restarting, draining, dead, stopped
         self.ready: m.Ready | None = None
         self.loading: m.Loading | None = None  # the last progress of an engine that is not ready
+        self.planned: m.Planned | None = None  # of the engine that started last
         self.on_planned: Callable[[m.Planned], None] | None = None
         self.on_loading: Callable[[m.Loading], None] | None = None
         self.on_unloaded: Callable[[str], None] | None = None
@@ -77,6 +78,8 @@ class EngineClient:
         self._published: set[str] = set()  # adapters that no file is known of
         self._fatal: m.FatalError | None = None
         self._started: asyncio.Future[m.Ready] | None = None
+        self._spawned = asyncio.Event()
+        self._closed = False
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._serves_since: float | None = None  # of the engine that is there now
@@ -86,12 +89,20 @@ class EngineClient:
 
     # ---- life
 
+    async def begin(self) -> None:
+        """Start the engine's process, which loads while the caller does something else. `start` waits for it, and
+        whatever comes of it, `shutdown` ends what was started."""
+        if self._started is None:
+            self._started = asyncio.get_running_loop().create_future()
+            self._supervisor = asyncio.create_task(self._supervise())
+            self._watchdog = asyncio.create_task(self._watch())
+        await self._spawned.wait()
+
     async def start(self) -> m.Ready:
-        """Start the engine and wait until it serves. Raises UserError (configuration, files) or EngineError. Whatever
-        comes of it, `shutdown` ends what was started."""
-        self._started = asyncio.get_running_loop().create_future()
-        self._supervisor = asyncio.create_task(self._supervise())
-        self._watchdog = asyncio.create_task(self._watch())
+        """Start the engine, if `begin` has not, and wait until it serves. Raises UserError (configuration, files) or
+        EngineError."""
+        await self.begin()
+        assert self._started is not None
         return await asyncio.shield(self._started)
 
     async def drain(self, timeout_s: float) -> None:
@@ -103,7 +114,10 @@ class EngineClient:
                 await asyncio.wait_for(self._call(message), timeout_s + 5)
 
     async def shutdown(self, grace_s: float = 10.0) -> None:
-        """End the engine and remove the socket's directory."""
+        """End the engine and remove the socket's directory; again it does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         loaded, self.state = self.ready is not None, "stopped"
         if self._link is not None and loaded and grace_s > 0:
             self._send(m.Shutdown())
@@ -113,6 +127,8 @@ class EngineClient:
             if task is not None:
                 task.cancel()
         await self._supervised()
+        if self._started is not None and self._started.done():
+            self._started.exception()  # it may be that nobody has waited for it
         self._context.destroy(linger=0)
         self._dir.remove()
 
@@ -325,6 +341,8 @@ class EngineClient:
             )
         except OSError as error:
             return f"cannot start {command[0]}: {error.strerror}"
+        finally:
+            self._spawned.set()
         return await self._link.run(self._dispatch)
 
     def _send(self, message: m.ToEngine) -> None:
@@ -345,6 +363,7 @@ class EngineClient:
             case m.Reply():
                 self._calls.answer(message)
             case m.Planned():
+                self.planned = message
                 if self.on_planned is not None:
                     self.on_planned(message)
             case m.Loading():

@@ -39,6 +39,11 @@ class ModelFile:
         read_into(self.fd, self.path, start, content.data)
         return content
 
+    def small(self, start: int, num_bytes: int) -> bytes:
+        """The same of a few pages, at a fraction of the cost of a call."""
+        content = os.pread(self.fd, num_bytes, start)
+        return content if len(content) == num_bytes else self.read(start, num_bytes).tobytes()
+
     def bytes(self, start: int, num_bytes: int) -> FileBytes:
         """These bytes, to be read when they are needed."""
         return FileBytes(self, start, num_bytes)

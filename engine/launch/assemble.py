@@ -52,16 +52,20 @@ _EAGER_MLPS = (
 
 
 def assemble(
-    plan: EnginePlan, send: Callable[[FromEngine], None], progress: Progress, reader: AdapterReader | None = None
+    plan: EnginePlan,
+    send: Callable[[FromEngine], None],
+    progress: Progress,
+    reader: AdapterReader | None = None,
+    mapped: _native.MappedFiles | None = None,
 ) -> EngineCore:
     """Load the weights and put the parts together. `reader`: of adapters; None: one whose processes are this engine's
-    own."""
+    own. `mapped`: as of `make_backends`."""
     reader = reader or ReaderProcesses()
     if plan.shard.size == 1:
-        return _assemble(plan, send, progress, reader, None)
+        return _assemble(plan, send, progress, reader, None, mapped)
     leader = Leader(plan, torch.device("cuda", 0) if plan.placement.device != "cpu" else torch.device("cpu"))
     try:
-        return _assemble(plan, send, progress, reader, leader)
+        return _assemble(plan, send, progress, reader, leader, mapped)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # graphs that were captured go before the group that is in them
         leader.close()
@@ -74,12 +78,13 @@ def _assemble(
     progress: Progress,
     reader: AdapterReader,
     leader: Leader | None,
+    mapped: _native.MappedFiles | None,
 ) -> EngineCore:
     config, source, model_config = plan.config, plan.source, plan.source.config
-    backends = make_backends(plan)
+    backends = make_backends(plan, mapped)
     store = KvStore(plan.kv_disk) if plan.kv_disk is not None else None
     if "flashinfer" in plan.placement.used(".self_attn"):
-        stage = "Attention kernels (compiled at the first start, a few minutes)"
+        stage = "Attention kernels (what is not in flashinfer's cache is compiled, a few minutes)"
         progress(stage, 0, 1)
         for layer in range(model_config.num_hidden_layers):
             backends.attention(layer)
@@ -239,12 +244,17 @@ def _planes(backends: list[CacheBackend]) -> tuple[list[Bytes], list[Bytes]]:
     return blocks, slots
 
 
-def build(config: EngineConfig, send: Callable[[FromEngine], None], progress: Progress) -> tuple[EngineCore, Ready]:
-    """The whole way. Adapters given at start are planned for; the api loads them."""
+def build(
+    config: EngineConfig,
+    send: Callable[[FromEngine], None],
+    progress: Progress,
+    mapped: _native.MappedFiles | None = None,
+) -> tuple[EngineCore, Ready]:
+    """The whole way. Adapters given at start are planned for; the api loads them. `mapped`: as of `make_backends`."""
     plan = plan_engine(config)
     plan.memory.check(config.force_memory_plan)
     send(Planned(lines=plan.lines))
-    core = assemble(plan, send, progress)
+    core = assemble(plan, send, progress, mapped=mapped)
     model = plan.source.config
     ready = Ready(
         model_name=model_name(config),

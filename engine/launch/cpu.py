@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,15 +33,24 @@ from engine.ops.base import TorchOps
 from engine.ops.native import NativeOps
 from engine.planning.placement import kt_method
 from engine.planning.plan import EnginePlan
+from native import available as native_available
 from native.topology import make_pool
 
+if TYPE_CHECKING:
+    from native import _native
 
-def cpu_backends(plan: EnginePlan) -> Backends:
-    """One object per backend that occurs; one worker pool for all native ones."""
+
+def cpu_backends(plan: EnginePlan, mapped: _native.MappedFiles | None = None) -> Backends:
+    """One object per backend that occurs; one worker pool for all native ones. `mapped`: packed weights that are being
+    read already (engine/weights/ahead.py)."""
     config, placement, model, precision = plan.config, plan.placement, plan.source.config, plan.precision
     device, dtype, rows = torch.device("cpu"), precision.activations, plan.token_budget
     pools: Shared[Any] = Shared("pool", {"native": lambda: make_pool(plan.threads)})
-    cache = pack_cache(config, plan.source)
+    if mapped is None and native_available()[0]:
+        from native import _native
+
+        mapped = _native.MappedFiles()
+    cache = pack_cache(config, plan.source, mapped)
     isa = config.isa or ""
 
     linear: Shared[LinearBackend] = Shared(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -23,7 +21,7 @@ from engine.errors import UserError
 from engine.experts.native import NativeExperts
 from engine.ops.rope import Rope
 from engine.planning.plan import EnginePlan
-from engine.weights.pack_cache import CACHE_FOLDER, PackCache, model_folder
+from engine.weights.pack_cache import PackCache, cache_root, model_folder
 from engine.weights.store import WeightSource
 
 if TYPE_CHECKING:
@@ -105,14 +103,12 @@ def native_experts(plan: EnginePlan, pool: _native.WorkerPool, cache: PackCache 
     )
 
 
-def pack_cache(config: EngineConfig, source: WeightSource) -> PackCache | None:
-    """Where packed weights are kept: in the folder asked for, or beside the model; None: nowhere."""
+def pack_cache(
+    config: EngineConfig, source: WeightSource, mapped: _native.MappedFiles | None = None
+) -> PackCache | None:
+    """Where packed weights are kept: in the folder asked for, or beside the model; None: nowhere. `mapped`: as of
+    `PackCache`."""
     if config.pack_cache == "off":
         return None
-    files = Path(os.path.expanduser(config.gguf or config.model)).absolute()
-    name = files.stem if files.suffix == ".gguf" else files.name
-    if config.pack_cache != "auto":
-        root = Path(os.path.expanduser(config.pack_cache))
-    else:
-        root = (files if files.is_dir() else files.parent) / CACHE_FOLDER
-    return PackCache(model_folder(root, name, source.identity), source.identity)
+    root, name = cache_root(config.pack_cache, config.model, config.gguf)
+    return PackCache(model_folder(root, name, source.identity), source.identity, mapped)

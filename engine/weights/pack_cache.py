@@ -6,6 +6,10 @@ per layer's experts.
 The header names the layout's version, the weights' shape and formats, a hash of the source and a checksum of what
 follows. A file that differs in anything is rebuilt, never trusted; it is replaced in one step (rename). Nothing is
 ever deleted: folders of other models, or of this one before its files changed, are named in a note.
+
+Where a CPU computes and all its memory is one node's, files are mapped and not copied, so a second start takes no
+memory of its own for them and no time to fill it. A lease of the kernel's holds up whoever would write to a mapped file
+until its weights were copied (native/src/runtime/mapped_file.hpp); where there are no leases files are copied at once.
 """
 
 from __future__ import annotations
@@ -21,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.files.model_file import MadeBytes
+from engine.files.model_file import FileBytes, MadeBytes
 from engine.units import format_bytes
-from engine.weights.store import WeightTensor
 
 if TYPE_CHECKING:
+    from engine.weights.store import WeightTensor
     from native import _native
 
 MAGIC = b"KTPACK1\n"
@@ -54,6 +58,15 @@ class PackKey:
         return (MAGIC + len(text).to_bytes(8, "little") + text).ljust(HEADER_BYTES, b"\0")
 
 
+def cache_root(pack_cache: str, model: str, gguf: str | None) -> tuple[Path, str]:
+    """The folder of all models' packed weights and the model's name there, by the settings of an engine."""
+    files = Path(os.path.expanduser(gguf or model)).absolute()
+    name = files.stem if files.suffix == ".gguf" else files.name
+    if pack_cache != "auto":
+        return Path(os.path.expanduser(pack_cache)), name
+    return (files if files.is_dir() else files.parent) / CACHE_FOLDER, name
+
+
 def model_folder(root: Path, name: str, identity: str) -> Path:
     """`root`/NAME-HASH for the state of a model's files that `identity` tells from others."""
     return root / f"{plain_name(name)}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
@@ -66,14 +79,17 @@ def plain_name(name: str) -> str:
 
 class PackCache:
     """`folder` is made when first written to, `identity` tells one state of the model's files from another. A disk
-    that is full or read-only costs the cache, not the start: the first failure to write is noted and the last try."""
+    that is full or read-only costs the cache, not the start: the first failure to write is noted and the last try.
+    `mapped` maps files; None: they are copied, as a GPU pins memory that is its process's own."""
 
-    def __init__(self, folder: Path, identity: str = "") -> None:
+    def __init__(self, folder: Path, identity: str = "", mapped: _native.MappedFiles | None = None) -> None:
         self.folder = folder
         self.identity = identity
         self.notes: list[str] = []
         self._writes = True
         self._outdated = False
+        self._mapped = mapped
+        self._unlocked = 0  # bytes
         self._read, self._packed = 0, 0  # bytes
 
     def path(self, name: str) -> Path:
@@ -86,10 +102,12 @@ class PackCache:
             digest.update(f"{weight.name} {weight.type} {weight.shape}".encode())
             data = weight.data
             for piece in data.ranges if isinstance(data, MadeBytes) else (data,):
-                last = max(0, piece.nbytes - SAMPLE_BYTES)
-                for i in range(SAMPLES):
-                    start = last * i // (SAMPLES - 1)
-                    digest.update(piece[start : start + SAMPLE_BYTES].tobytes())
+                last, size = max(0, piece.nbytes - SAMPLE_BYTES), min(SAMPLE_BYTES, piece.nbytes)
+                for start in (last * i // (SAMPLES - 1) for i in range(SAMPLES)):
+                    if isinstance(piece, FileBytes):
+                        digest.update(piece.file.small(piece.start + start, size))
+                    else:
+                        digest.update(piece[start : start + size].tobytes())
         return digest.hexdigest()
 
     def read(self, key: PackKey, packed: Any, pool: _native.WorkerPool) -> bool:
@@ -103,15 +121,35 @@ class PackCache:
                     return self._stale(path, "its header", every=False)
                 if os.fstat(file.fileno()).st_size != HEADER_BYTES + packed.num_bytes:
                     return self._stale(path, "its size")
-                if packed.read(pool, file.fileno(), HEADER_BYTES) != checksum:
+                if self._filled(packed, pool, file.fileno()) != checksum:
                     return self._stale(path, "its checksum")
         except FileNotFoundError:
             return False
         except (PermissionError, NotADirectoryError) as error:  # of the folder
             return self._stale(path, str(error), every=False)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             return self._stale(path, str(error))
         return True
+
+    def _filled(self, packed: Any, pool: _native.WorkerPool, file: int) -> int:
+        """The checksum of an open file's weights, which `packed` holds from here on. OSError, RuntimeError or
+        ValueError if they cannot be read."""
+        mapped = self._map(file) if packed.shards == 1 else None
+        if mapped is None:
+            return int(packed.read(pool, file, HEADER_BYTES))
+        checksum = int(packed.adopt(pool, mapped, HEADER_BYTES))
+        self._unlocked += 0 if mapped.lock() else mapped.num_bytes
+        return checksum
+
+    def _map(self, file: int) -> _native.MappedFile | None:
+        """None where files are not mapped, or others' changes to this one could not be held up."""
+        if self._mapped is None:
+            return None
+        try:
+            return self._mapped.map(file)
+        except RuntimeError as error:
+            log.debug("packed weights are copied, not mapped: %s", error)
+            return None
 
     def _stale(self, path: Path, why: str, *, every: bool = True) -> bool:
         """`every`: to be said of each file; settings, versions and the folder make all of them stale at once."""
@@ -159,8 +197,16 @@ class PackCache:
 
     def report(self) -> list[str]:
         """What the start got from the cache, what went wrong, and what else lies beside it."""
+        if self._mapped is not None:
+            self._mapped.drop()
         done = f"{format_bytes(self._read)} read, {format_bytes(self._packed)} packed"
-        return [f"packed weights, {self.folder}: {done}", *self.notes, *self._others()]
+        kept = []
+        if self._unlocked:
+            kept = [
+                f"note: {format_bytes(self._unlocked)} of them are mapped and may leave memory while nobody computes "
+                "(ulimit -l is less)"
+            ]
+        return [f"packed weights, {self.folder}: {done}", *kept, *self.notes, *self._others()]
 
     def _others(self) -> list[str]:
         try:

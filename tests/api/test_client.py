@@ -92,6 +92,33 @@ def test_events_end_with_one_terminal_event() -> None:
     run(test())
 
 
+def test_an_engine_that_was_begun_is_the_one_that_is_waited_for() -> None:
+    async def test() -> None:
+        c = client()
+        await c.begin()
+        process = c._link._process.pid if c._link is not None else None
+        await c.begin()
+        await c.start()
+        assert c.state == "ready" and c._link is not None and c._link._process.pid == process
+        await c.shutdown()
+        await c.shutdown()
+        assert not c._dir.path.exists()
+
+    run(test())
+
+
+def test_an_engine_that_was_begun_ends_though_nobody_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        c = client()
+        await c.begin()
+        process = c._link._process if c._link is not None else None
+        await c.shutdown(0)
+        assert process is not None and process.returncode is not None
+
+    run(test())
+    assert "never retrieved" not in caplog.text
+
+
 def test_tokens_that_nobody_reads_wait_and_can_be_merged() -> None:
     async def test() -> None:
         c = client("burst")

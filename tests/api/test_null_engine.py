@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from api.cli.launch import with_demo
+from api.cli.early import with_demo
 from benchmarks.front.client import Tally, closed_loop, post
 from benchmarks.front.run import Case, serving
 from demo.paths import demo_model

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from engine.config import EngineConfig
 from engine.experts.native import NativeExperts
 from engine.launch.shared import pack_cache
 from engine.linear.native import NativeLinearBackend
+from engine.weights.ahead import read_ahead
 from engine.weights.open import open_model
 from engine.weights.pack_cache import HEADER_BYTES, PackCache, model_folder
 from native import _native
@@ -35,9 +39,11 @@ def pool() -> Any:
 SIZES = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
 
 
-def load(pool: Any, layer: Layer, folder: Path | None, source_id: str = "", **options: Any) -> torch.Tensor:
+def load(
+    pool: Any, layer: Layer, folder: Path | None, source_id: str = "", *, maps: bool = False, **options: Any
+) -> torch.Tensor:
     """What a freshly loaded backend computes."""
-    cache = None if folder is None else PackCache(folder, source_id)
+    cache = None if folder is None else PackCache(folder, source_id, _native.MappedFiles() if maps else None)
     experts = NativeExperts(SIZES, BF16, pool, cache=cache, **options)
     experts.load_layer(0, layer.store)
     return run(experts, experts.bind(0, batch(4, BF16)))
@@ -88,7 +94,8 @@ def test_a_stale_file_is_rebuilt(pool: Any, tmp_path: Path, caplog: pytest.LogCa
     assert "packing again" in caplog.text
 
 
-def test_no_damage_goes_unseen(pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("maps", [False, True])
+def test_no_damage_goes_unseen(pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, maps: bool) -> None:
     layer = Layer("Q4_0")
     expected = load(pool, layer, tmp_path)
     path = packed(tmp_path)
@@ -109,9 +116,134 @@ def test_no_damage_goes_unseen(pool: Any, tmp_path: Path, caplog: pytest.LogCapt
         bad = damaged(kind)
         path.write_bytes(bad)
         caplog.clear()
-        assert torch.equal(load(pool, layer, tmp_path), expected)
+        assert torch.equal(load(pool, layer, tmp_path, maps=maps), expected)
         assert "packing again" in caplog.text, kind
         assert path.read_bytes() == good
+
+
+class Mapped:
+    """Experts of one layer whose packed file is mapped."""
+
+    def __init__(self, pool: Any, folder: Path, type: str = "Q4_0") -> None:
+        layer = Layer(type)
+        self.expected = load(pool, layer, folder)
+        self.path = packed(folder)
+        self.experts = NativeExperts(SIZES, BF16, pool, cache=PackCache(folder, mapped=_native.MappedFiles()))
+        self.experts.load_layer(0, layer.store)
+        self.task = self.experts.bind(0, batch(4, BF16))
+
+    def check(self) -> None:
+        assert torch.equal(run(self.experts, self.task), self.expected)
+
+    @property
+    def lines(self) -> str:
+        """What the system says of the mapping; "": there is none."""
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return "\n".join(line for line in maps if str(self.path) in line)
+
+
+def test_a_mapped_file_is_not_copied(pool: Any, tmp_path: Path) -> None:
+    mapped = Mapped(pool, tmp_path)
+    assert "r--s" in mapped.lines
+    mapped.check()
+    mapped.path.unlink()  # what is mapped stays
+    mapped.check()
+    del mapped.task, mapped.experts
+    gc.collect()
+    assert not mapped.lines
+
+
+@pytest.mark.parametrize("change", ["shorten", "write", "empty"])
+def test_whoever_changes_a_mapped_file_waits_until_it_was_copied(
+    pool: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str
+) -> None:
+    mapped = Mapped(pool, tmp_path)
+    size = mapped.path.stat().st_size
+    program = {
+        "shorten": "import os, sys; os.truncate(sys.argv[1], 4096)",
+        "write": "import sys; file = open(sys.argv[1], 'r+b'); file.seek(4096); file.write(b'x' * 5000)",
+        "empty": "import sys; open(sys.argv[1], 'wb').close()",
+    }[change]
+    with subprocess.Popen([sys.executable, "-c", program, str(mapped.path)]) as other:
+        while other.poll() is None:
+            mapped.check()
+    assert other.returncode == 0
+    assert mapped.path.stat().st_size == {"shorten": 4096, "write": size, "empty": 0}[change]
+    assert not mapped.lines
+    for _ in range(3):
+        mapped.check()
+    assert f"opens {mapped.path} for writing: its weights were copied" in capfd.readouterr().err
+
+
+def test_a_file_that_is_open_for_writing_is_copied(
+    pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(pool, Layer("Q4_0"), tmp_path)
+    with packed(tmp_path).open("r+b"), caplog.at_level(logging.DEBUG):
+        monkeypatch.setattr(PackCache, "write", None)  # packing would call it
+        mapped = Mapped(pool, tmp_path)
+        assert not mapped.lines and "copied, not mapped" in caplog.text
+        mapped.check()
+
+
+def test_what_is_mapped_and_not_locked_is_said(
+    pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Layer("Q4_0")
+    load(pool, layer, tmp_path)
+    for locks in (True, False):
+        monkeypatch.setattr(_native.MappedFile, "lock", lambda self, locks=locks: locks)
+        cache = PackCache(tmp_path, mapped=_native.MappedFiles())
+        NativeExperts(SIZES, BF16, pool, cache=cache).load_layer(0, layer.store)
+        assert any("ulimit -l" in line for line in cache.report()) is not locks
+
+
+def ahead_of(folder: Path, **settings: Any) -> Any:
+    made = read_ahead(EngineConfig(model=str(folder / "m.gguf"), device="cpu", cpu_threads=2, **settings))
+    if made is not None:
+        made.drop()
+    return made
+
+
+def test_what_is_read_ahead_is_what_the_engine_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_gguf(tiny_model(5), tmp_path / "m.gguf", "Q8_0", "Q8_0")
+    settings = {"rules": None, "dtype": "auto", "pack_cache": "auto", "device": "cpu"}
+    prompts = [[5, 6, 7, 8], [9, 9, 2]]
+    assert ahead_of(tmp_path) is None  # nothing is there yet
+    first = Harness(tmp_path / "m.gguf", **settings)
+    expected = first.generate(prompts)
+    first.close()
+    assert ahead_of(tmp_path, pack_cache="off") is None
+    packed_folder = next((tmp_path / ".ktserve").iterdir())
+    files = sorted(packed_folder.iterdir())
+    good = {path: path.read_bytes() for path in files}
+    rng = random.Random(3)
+    for kind in range(8):
+        path = rng.choice(files)
+        content = good[path]
+        at = rng.randrange(len(content))
+        flipped = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+        path.write_bytes((content, flipped, content[:at], content + b"x")[kind % 4])
+        mapped = read_ahead(EngineConfig(model=str(tmp_path / "m.gguf"), device="cpu", cpu_threads=2))
+        assert mapped is not None
+        caplog.clear()
+        engine = Harness(tmp_path / "m.gguf", mapped=mapped, **settings)
+        assert engine.generate(prompts) == expected
+        assert ("packing again" in caplog.text) is bool(kind % 4)
+        assert path.read_bytes() == good[path]
+        engine.close()
+    (tmp_path / ".ktserve" / "m-0123456789ab").mkdir()
+    (tmp_path / ".ktserve" / "m-0123456789ab" / files[0].name).write_bytes(b"")
+    assert ahead_of(tmp_path) is None  # of which of the two is not known before the model is open
+
+
+def test_two_nodes_memory_is_not_mapped(tmp_path: Path) -> None:
+    """A file's pages are wherever they were first read."""
+    mapped = Mapped(_native.WorkerPool([[0], [1]]), tmp_path)
+    assert not mapped.lines
+    mapped.check()
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(
@@ -170,9 +302,12 @@ def test_projections_are_read_back(pool: Any, tmp_path: Path, monkeypatch: pytes
         assert "B read" in cache.report()[0]
 
 
-def test_a_stale_or_damaged_projection_is_rebuilt(pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("maps", [False, True])
+def test_a_stale_or_damaged_projection_is_rebuilt(
+    pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, maps: bool
+) -> None:
     x = draw(5, 256, seed=3).to(BF16)
-    cache = PackCache(tmp_path, "a")
+    cache = PackCache(tmp_path, "a", _native.MappedFiles() if maps else None)
     projection(pool, cache)
     path = tmp_path / "model.o_proj.ktpack"
     good = path.read_bytes()

@@ -147,6 +147,8 @@ void bind_experts(nb::module_& module) {
             return read_spans(pool, layer.spans(), file, offset);
           },
           "pool"_a, "file"_a, "offset"_a, free_gil, "Fills the packed memory from a file; the checksum of what came.")
+      .def("adopt", &ExpertLayer::adopt, "pool"_a, "file"_a, "offset"_a, free_gil,
+           "Takes the packed memory from a mapped file, without a copy; the checksum of what is there.")
       .def_prop_ro("shards", [](const ExpertLayer& layer) { return layer.shape().shards; })
       .def_prop_ro(
           "formats",

@@ -93,6 +93,11 @@ class ExpertLayer {
   // the layer has none, or a value is NaN or infinite.
   void load_bias(int projection, const float* values);
 
+  // In place of `load`: read-only, of a mapped file (adopt_file); the checksum of the bytes.
+  uint64_t adopt(WorkerPool& pool, const std::shared_ptr<MappedFile>& file, int64_t offset) {
+    return adopt_file(pool, shards_, file, offset, bytes());
+  }
+
   // Into a slot, or out of it, that no task in flight uses; tasks may use other slots meanwhile.
   void set_lora(WorkerPool& pool, int slot, const LoraSource& source);
   void clear_lora(int slot);

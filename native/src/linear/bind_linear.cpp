@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -43,6 +44,8 @@ void bind_linear(nb::module_& module) {
            "Writes the packed memory to a file descriptor; its checksum.")
       .def("read", &PackedLinear::read, "pool"_a, "file"_a, "offset"_a, release(),
            "Fills the packed memory from a file; the checksum of what came.")
+      .def("adopt", &PackedLinear::adopt, "pool"_a, "file"_a, "offset"_a, release(),
+           "Takes the packed memory from a mapped file, without a copy; the checksum of what is there.")
       .def_prop_ro("format", [](const PackedLinear& self) { return info(self.format()).name; })
       .def_prop_ro("num_bytes", &PackedLinear::bytes)
       .def_prop_ro("shards", &PackedLinear::shards)

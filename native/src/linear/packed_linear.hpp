@@ -45,6 +45,11 @@ class PackedLinear {
   uint64_t read(WorkerPool& pool, int file, int64_t offset) { return read_spans(pool, spans(), file, offset); }
   uint64_t write(WorkerPool& pool, int file, int64_t offset) const { return write_spans(pool, spans(), file, offset); }
 
+  // Read-only, of a file that others keep from changing (adopt_file); the checksum of the bytes.
+  uint64_t adopt(WorkerPool& pool, const std::shared_ptr<MappedFile>& file, int64_t offset) {
+    return adopt_file(pool, shards_, file, offset, bytes());
+  }
+
   int64_t n() const { return n_; }
   int64_t k() const { return k_; }
   Format format() const { return format_; }

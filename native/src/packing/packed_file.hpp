@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "runtime/arena.hpp"
+#include "runtime/mapped_file.hpp"
 #include "runtime/pool.hpp"
 
 namespace ktserve {
@@ -17,5 +20,11 @@ struct Span {
 // std::system_error if the file cannot be written or read, and read_spans std::runtime_error if it ends early.
 uint64_t write_spans(WorkerPool& pool, const std::vector<Span>& spans, int file, int64_t offset);
 uint64_t read_spans(WorkerPool& pool, const std::vector<Span>& spans, int file, int64_t offset);
+
+// Puts what a file holds from `offset` on, `bytes` of it and no more, in place of `shards`, of which there must be one:
+// a file's pages are not of the node that a shard belongs to. The checksum of the bytes. Throws std::invalid_argument
+// for another number of shards or of bytes, std::system_error if the file cannot be read.
+uint64_t adopt_file(WorkerPool& pool, std::vector<Arena>& shards, const std::shared_ptr<MappedFile>& file,
+                    int64_t offset, int64_t bytes);
 
 }  // namespace ktserve

@@ -37,16 +37,22 @@ Arena::Arena(size_t bytes, int node) {
   }
 }
 
+Arena::Arena(std::shared_ptr<const void> owner, const uint8_t* data, size_t bytes)
+    : data_(const_cast<uint8_t*>(data)), bytes_(bytes), owner_(std::move(owner)) {}
+
 Arena::~Arena() {
-  if (data_ != nullptr) munmap(data_, bytes_);
+  if (data_ != nullptr && owner_ == nullptr) munmap(data_, bytes_);
 }
 
 Arena::Arena(Arena&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(std::exchange(other.bytes_, 0)),
+      owner_(std::move(other.owner_)) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
+  std::swap(owner_, other.owner_);
   return *this;
 }
 

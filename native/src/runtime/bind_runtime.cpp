@@ -1,5 +1,6 @@
 #include <linux/futex.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -13,6 +14,7 @@
 #include <tuple>
 
 #include "runtime/isa.hpp"
+#include "runtime/mapped_file.hpp"
 #include "runtime/pool.hpp"
 
 namespace nb = nanobind;
@@ -122,6 +124,23 @@ void bind_core(nb::module_& module) {
           },
           nb::call_guard<nb::gil_scoped_release>(),
           "Of each job that was recorded since the last call: work items, seconds, and seconds of all workers.");
+  nb::class_<MappedFile>(module, "MappedFile", "A file in memory without a copy, which nobody may change meanwhile.")
+      .def_prop_ro("num_bytes", &MappedFile::bytes)
+      .def_prop_ro("wanted", &MappedFile::wanted, "Whether another program waits to write to it.")
+      .def("lock", &MappedFile::lock, nb::call_guard<nb::gil_scoped_release>(),
+           "Keeps it in memory; False where this user may not.")
+      .def("copy", &MappedFile::copy, nb::call_guard<nb::gil_scoped_release>(),
+           "Into memory of its own, at the same addresses; others may write to the file then.");
+  nb::class_<MappedFiles>(module, "MappedFiles", "Mapped files; those that others want to write to are copied.")
+      .def(nb::new_([] { return std::make_shared<MappedFiles>(); }))
+      .def(
+          "map", &MappedFiles::map, "file"_a,
+          "All of an open file, read-only. RuntimeError where its changes could not be held up: no lease is to be had.")
+      .def("read_ahead", &MappedFiles::read_ahead, "paths"_a, "offset"_a, "threads"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Maps files and sums them up from `offset` on, on threads of its own, for `map`. Once; `drop` must follow.")
+      .def("drop", &MappedFiles::drop, nb::call_guard<nb::gil_scoped_release>(),
+           "Ends reading ahead; files that nobody has mapped by then are given up.");
   module.def("futex_wakes", &futex_wakes, "calls"_a, "gap_us"_a = 0.0, nb::call_guard<nb::gil_scoped_release>(),
              "Seconds of each of `calls` wakes of one sleeping thread, answer included: the floor of a parked pool.");
 }
