@@ -10,7 +10,7 @@ from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import ROUTERS
 
 _BF16, _F32 = 2, 4
-_KEPT_BYTES = 1 << 30  # of a training micro-batch's layers, for their backward
+_KEPT_BYTES, _KEPT_PART = 1 << 30, 32  # of a training micro-batch's layers: at least, and of a device's memory
 TARGETS = ("attention", "mlp")  # of a run that trains an adapter
 TYPICAL_RANK = 16  # of an adapter, where none is known
 LOGIT_ROWS = 128  # that training makes at a time
@@ -70,25 +70,30 @@ def training_row_bytes(config: ModelConfig) -> int:
     return _row_bytes(config, max(layer.attention.trained_values(config.hidden_size) for layer in config.layers), True)
 
 
-def layers_kept(config: ModelConfig, tokens: int) -> int:
-    """How many layers of a micro-batch keep what their backward needs; the others are computed again. A smaller
-    micro-batch may keep more of them, in the same memory."""
-    return min(config.num_hidden_layers, _KEPT_BYTES // (tokens * training_row_bytes(config)))
+def kept_bytes(limit_bytes: int) -> int:
+    """For what layers of a training micro-batch keep for their backward, on a device with so much memory."""
+    return max(_KEPT_BYTES, limit_bytes // _KEPT_PART)
 
 
-def training_bytes(config: ModelConfig, tokens: int) -> int:
+def layers_kept(config: ModelConfig, tokens: int, kept: int) -> int:
+    """How many layers of a micro-batch keep what their backward needs, in `kept` bytes; the others are computed again.
+    A smaller micro-batch may keep more of them, in the same memory."""
+    return min(config.num_hidden_layers, kept // (tokens * training_row_bytes(config)))
+
+
+def training_bytes(config: ModelConfig, tokens: int, kept: int) -> int:
     """Of a micro-batch beside serving (`training/service`): each layer's input, what the forward of some layers keeps
     for their backward, of one more, and the gradients of that, and the logits of `LOGIT_ROWS` rows, a few
     copies; float32."""
     inputs, row = config.num_hidden_layers * config.hidden_size * _F32, training_row_bytes(config)
-    kept = min(config.num_hidden_layers * tokens * row, _KEPT_BYTES)
+    kept = min(config.num_hidden_layers * tokens * row, kept)
     return kept + tokens * (inputs + 2 * row) + logits_bytes(config, LOGIT_ROWS)
 
 
-def training_expert_bytes(config: ModelConfig, tokens: int) -> int:
+def training_expert_bytes(config: ModelConfig, tokens: int, kept: int) -> int:
     """Of `training_bytes` what is the experts', which are on the CPU where the rest is on a GPU."""
     row = _F32 * max(layer.mlp.expert_values(config.hidden_size) for layer in config.layers)
-    return (layers_kept(config, tokens) + 2) * tokens * row
+    return (layers_kept(config, tokens, kept) + 2) * tokens * row
 
 
 def training_run_bytes(config: ModelConfig, rank: int, targets: Collection[str] = TARGETS) -> int:

@@ -18,6 +18,7 @@ from engine.memory.costs import (
     buffer_row_bytes,
     expert_adapter_bytes_per_rank,
     file_bytes,
+    kept_bytes,
     loading_bytes,
     logits_bytes,
     training_bytes,
@@ -141,10 +142,10 @@ def _training_items(inputs: Inputs) -> Iterator[Item]:
     """What is trained is where it is served."""
     model, tokens = inputs.source.config, inputs.config.training_tokens
     of_batch, of_run = f"training micro-batch, {tokens} tokens", f"a training run of rank {TYPICAL_RANK}"
-    run = training_run_bytes(model, TYPICAL_RANK)
-    yield Item(inputs.main.name, Kind.STEP, of_batch, training_bytes(model, tokens))
+    run, kept = training_run_bytes(model, TYPICAL_RANK), kept_bytes(inputs.main.limit_bytes)
+    yield Item(inputs.main.name, Kind.STEP, of_batch, training_bytes(model, tokens, kept))
     if inputs.gpu is not None:
-        yield Item(inputs.cpu.name, Kind.STEP, f"{of_batch}, experts", training_expert_bytes(model, tokens))
+        yield Item(inputs.cpu.name, Kind.STEP, f"{of_batch}, experts", training_expert_bytes(model, tokens, kept))
         experts = training_run_expert_bytes(model, TYPICAL_RANK)
         yield Item(inputs.cpu.name, Kind.ADAPTERS, f"{of_run}, experts", experts)
         run -= experts

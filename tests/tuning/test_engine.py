@@ -264,7 +264,7 @@ def test_a_run_takes_what_is_planned_for_it(tuning: Tuning, monkeypatch: pytest.
     assert wanted == 4 * sum(each.nbytes for each in values)
     held = sum(each.unallocated("cpu") for each in tuner._runs.values())
     assert held >= wanted // 4
-    held += training_bytes(tuner._config, tuner._micro_batch)
+    held += training_bytes(tuner._config, tuner._micro_batch, tuner._room.kept)
 
     class Memory:
         free_bytes = room_module.LEFT_FREE + wanted + held - 1

@@ -26,6 +26,7 @@ from engine.linear.latent import TorchLatentUp
 from engine.linear.native import NativeLinearBackend
 from engine.memory.costs import (
     LOGIT_ROWS,
+    kept_bytes,
     layers_kept,
     logits_bytes,
     training_bytes,
@@ -124,12 +125,14 @@ def test_they_are_the_same_whichever_layers_are_computed_again(tmp_path: Path, m
     assert any(gradient.abs().max() > 0 for gradient in found[0].values())
 
 
-@given(most=st.integers(1, 1 << 20), part=st.floats(0, 1))
-def test_what_layers_keep_is_in_the_memory_plan_whatever_the_size_of_a_micro_batch(most: int, part: float):
+@given(most=st.integers(1, 1 << 20), part=st.floats(0, 1), memory=st.integers(0, 1 << 40))
+def test_what_layers_keep_is_in_the_memory_plan(most: int, part: float, memory: int):
+    """Whatever the size of a micro-batch and of a device's memory."""
     config = config_from_hf(tiny_model().config.to_dict())
     tokens, row = max(1, int(part * most)), training_row_bytes(config)
     rest = most * (config.num_hidden_layers * config.hidden_size * 4 + 2 * row) + logits_bytes(config, LOGIT_ROWS)
-    assert layers_kept(config, tokens) * tokens * row <= training_bytes(config, most) - rest
+    kept = kept_bytes(memory)
+    assert layers_kept(config, tokens, kept) * tokens * row <= training_bytes(config, most, kept) - rest
 
 
 @given(of=halves(ALL), heads=st.integers(1, 4), tokens=st.integers(1, 5))

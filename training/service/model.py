@@ -124,22 +124,22 @@ class ServedModel:
 
     # ---- a micro-batch
 
-    def compute(self, parts: Sequence[Part]) -> Iterator[None]:
+    def compute(self, parts: Sequence[Part], kept: int) -> Iterator[None]:
         """Fills the parts, and adds gradients to those adapters that learn. A piece at each `next`: a layer, or the
-        head. A part whose loss is no number adds none."""
+        head. A part whose loss is no number adds none. `kept`: bytes for what layers keep for their backward."""
         ids, step, rows = self._step(parts)
         x = self._model.embed(ids)
         again = len(self._layers)  # so many are
         if any(part.learn for part in parts):
-            again -= layers_kept(self._model.config, len(ids))
+            again -= layers_kept(self._model.config, len(ids), kept)
         held: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # inputs, and outputs that have a graph
         for index, layer in enumerate(self._layers):
-            kept = index >= again
-            x = x.detach().requires_grad_(kept)
-            with torch.set_grad_enabled(kept):
+            keeps = index >= again
+            x = x.detach().requires_grad_(keeps)
+            with torch.set_grad_enabled(keeps):
                 self._plan(step)
                 y = layer(self._ops, x, step, rows)
-            held.append((x, y if kept else None))
+            held.append((x, y if keeps else None))
             x = y.detach()
             yield
         gradient = self._losses(parts, x)

@@ -8,6 +8,7 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.memory.costs import (
+    kept_bytes,
     training_bytes,
     training_expert_bytes,
     training_run_bytes,
@@ -20,13 +21,17 @@ LEFT_FREE = 256 << 20  # bytes of each device's memory that no new adapter takes
 
 
 class Room:
-    """Bytes by device, "cpu" and "cuda", of a model on `device` whose micro-batches have so many tokens."""
+    """Bytes by device, "cpu" and "cuda", of a model on `device` whose micro-batches have so many tokens. `kept`: for
+    what layers of one keep for their backward."""
 
     def __init__(self, config: ModelConfig, device: torch.device, micro_batch: int) -> None:
         self._config, self._device = config, device
-        self._batch = {"cpu": training_bytes(config, micro_batch)}
-        if device.type != "cpu":
-            self._batch = {device.type: self._batch["cpu"], "cpu": training_expert_bytes(config, micro_batch)}
+        on_gpu = device.type != "cpu"
+        memory = torch.cuda.mem_get_info(device)[1] if on_gpu else cpu_memory().limit_bytes
+        self.kept = kept_bytes(memory)
+        self._batch = {device.type: training_bytes(config, micro_batch, self.kept)}
+        if on_gpu:
+            self._batch["cpu"] = training_expert_bytes(config, micro_batch, self.kept)
 
     def of_run(self, rank: int, targets: Collection[str]) -> dict[str, int]:
         total = training_run_bytes(self._config, rank, targets)

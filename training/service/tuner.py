@@ -284,7 +284,8 @@ class EngineTuner:
                 room -= part.tokens
                 chosen.append((run, waiting, part))
         try:
-            for _ in self._threaded(self._model.compute([part for _, _, part in chosen]), self._micro_batch - room):
+            pieces = self._model.compute([part for _, _, part in chosen], self._room.kept)
+            for _ in self._threaded(pieces, self._micro_batch - room):
                 yield
                 if all(run.closed for run, _, _ in chosen):
                     return
