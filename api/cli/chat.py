@@ -12,9 +12,10 @@ from rich.console import Console
 from api.bodies.generation import ChatOptions
 from api.bodies.sampling import sampling_params
 from api.cli.conversation import Message, Talk, converse
-from api.cli.early import make_client, say, with_demo
+from api.cli.early import make_client, with_demo
 from api.cli.keyboard import Keyboard
 from api.cli.launch import sampling_defaults, start_engine, text_settings
+from api.cli.say import say
 from api.cli.server_chat import ServerAnswerer
 from api.client.client import EngineClient
 from api.client.stream import Inbox

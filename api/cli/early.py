@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -75,8 +74,3 @@ def make_client(engine: EngineConfig, serve: ServeConfig) -> EngineClient:
         )
     except OSError as error:
         raise UserError(f"the temporary folder {tempfile.gettempdir()}: {error.strerror}; set TMPDIR") from None
-
-
-def say(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

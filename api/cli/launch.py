@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from api.bodies.generation import ChatOptions
 from api.bodies.parsing import readable
-from api.cli.early import say
+from api.cli.say import say
 from api.client.client import EngineClient
 from api.config import ServeConfig
 from api.prepare.job import TextSettings

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from api.batches.runner import Runner
 from api.batches.service import Batches
-from api.cli.early import say
 from api.cli.launch import sampling_defaults, start_engine, text_settings
+from api.cli.say import say
 from api.cli.systemd import keep_alive, notify
 from api.client.client import EngineClient
 from api.config import ServeConfig
