@@ -48,10 +48,14 @@ class Work:
     operations: float  # a token, without the head
     head_operations: float = 0.0  # of a token whose scores are asked for: each in decode, the last of a prompt
 
-    def step_bytes(self, sequences: int) -> float:
-        """Bytes of weights that one token of each of `sequences` reads, where each chooses its experts by itself."""
-        chosen = 1 - (1 - self.top_k / self.experts) ** sequences if self.experts else 0.0
-        return self.dense_bytes + chosen * self.expert_bytes
+    def step_bytes(self, sequences: int, chosen: float | None = None) -> float:
+        """Bytes of weights that one token of each of `sequences` reads. `chosen`: distinct experts of a layer; default:
+        each sequence chooses its own whatever the others do."""
+        if not self.experts:
+            return self.dense_bytes
+        if chosen is None:
+            chosen = self.experts * (1 - (1 - self.top_k / self.experts) ** sequences)
+        return self.dense_bytes + chosen / self.experts * self.expert_bytes
 
 
 @dataclass(frozen=True)

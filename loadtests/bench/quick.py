@@ -24,6 +24,7 @@ from loadtests.child import ended_after, served_at, wait_ready
 from loadtests.http import HttpError
 
 _EXPECTED = re.compile(rb'^ktserve_engine_expected_tokens_s\{name="(\w+)"\} ([0-9.e+-]+)$', re.M)
+_TOUCHED = re.compile(rb"^ktserve_(experts_touched|expert_layers)_total ([0-9.e+-]+)$", re.M)
 _LONGEST_PROMPT = 2048
 # Variables with settings of the server that people use: who may ask it, and where.
 _OF_OTHERS = frozenset(
@@ -72,7 +73,8 @@ def own_server(flags: Sequence[str]) -> Iterator[str]:
 
 async def measure(server: Server, metrics: Server, model: str | None, seed: int) -> list[dict[str, Any]]:
     """A point for each rate: `what`, `key`, `tokens_s`, `expected_tokens_s` (lowest, highest; None where the server
-    does not tell), prompt and answer in tokens. HttpError if a request fails."""
+    does not tell), `experts` (distinct ones of a layer in a step, mean; None where it does not tell), prompt and answer
+    in tokens. HttpError if a request fails."""
     expected, models = await _expected(metrics), (model or await server.base_model(),)
     room = await _room(server)
     points = []
@@ -86,7 +88,9 @@ async def measure(server: Server, metrics: Server, model: str | None, seed: int)
         async def ask(body: dict[str, Any], path: str = work.path) -> list[Result]:
             return [await server.stream(path, body)]
 
+        before = await _touched(metrics)
         results = [each[0] for each in await closed([partial(ask, body) for body in bodies], point.open)]
+        after = await _touched(metrics)
         if failed := [result.error for result in results if result.error]:
             raise HttpError(failed[0])
         points.append(
@@ -97,6 +101,7 @@ async def measure(server: Server, metrics: Server, model: str | None, seed: int)
                 "key": point.key,
                 "tokens_s": round(_rate(point, results), 2),
                 "expected_tokens_s": expected.get(point.key),
+                "experts": _experts(before, after),
                 "input_tokens": prompt,
                 "output_tokens": point.answer,
             }
@@ -107,12 +112,13 @@ async def measure(server: Server, metrics: Server, model: str | None, seed: int)
 def table(points: Sequence[dict[str, Any]]) -> Table:
     """What was measured beside what was expected."""
     shown = Table(title="tokens a second, all sequences together")
-    for title in ("", "measured", "expected"):
+    for title in ("", "measured", "expected", "experts of a layer"):
         shown.add_column(title, justify="left" if not title else "right")
     for point in points:
         span = point["expected_tokens_s"]
         said = "-" if span is None else " to ".join(map(_number, span))
-        shown.add_row(point["what"], _number(point["tokens_s"]), said)
+        experts = "-" if point["experts"] is None else _number(point["experts"])
+        shown.add_row(point["what"], _number(point["tokens_s"]), said, experts)
     return shown
 
 
@@ -125,6 +131,21 @@ def _rate(point: _Point, results: Sequence[Result]) -> float:
     if point.decodes:
         return point.open / statistics.median(result.tpot_s for result in results)
     return statistics.median(result.prompt_tokens / result.ttft_s for result in results)
+
+
+async def _touched(metrics: Server) -> tuple[float, float] | None:
+    """Distinct experts of a layer in a step, and of how many layers, both summed so far."""
+    try:
+        found = {name: float(value) for name, value in _TOUCHED.findall(await metrics.read("/metrics"))}
+    except (OSError, HttpError):
+        return None
+    return (found[b"experts_touched"], found[b"expert_layers"]) if len(found) == 2 else None
+
+
+def _experts(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return round((after[0] - before[0]) / (after[1] - before[1]), 1)
 
 
 async def _expected(metrics: Server) -> dict[str, list[float]]:

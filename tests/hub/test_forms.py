@@ -49,6 +49,8 @@ def test_rates_follow_the_machine_and_never_pass_its_roofs(
     assert here.decode_1 is not None and here.decode_8 is not None
     assert here.decode_1[1] * work.step_bytes(1) <= 1.001 * slow.read
     assert here.decode_8[1] >= 0.999 * here.decode_1[1]  # eight sequences share what they read
+    assert work.step_bytes(1) == pytest.approx(work.step_bytes(8, 8))  # all of them choose the same experts
+    assert work.step_bytes(1) < work.step_bytes(8) <= work.step_bytes(8, experts) or experts == 8
 
 
 def test_work_is_what_the_files_hold(tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ from loadtests.bench.sweep import Limits, summary
 from loadtests.bench.work import Scale, Work
 from loadtests.child import ServerError
 
-METRICS = b"ktserve_expert_read_bytes_total %d\nktserve_memory_read_bandwidth_bytes_per_second 1e9\n"
+METRICS = (
+    b"ktserve_expert_read_bytes_total %d\nktserve_memory_read_bandwidth_bytes_per_second 1e9\n"
+    b"ktserve_experts_touched_total %d\nktserve_expert_layers_total %d\n"
+)
 
 
 class Fake:
@@ -52,7 +55,7 @@ class Fake:
             data = json.dumps({"data": [{"id": "law", "parent": "base"}, {"id": "base"}]}).encode()
         elif "/metrics" in head:
             self.read += 10**6
-            data = METRICS % self.read + self.expected if self.tells else b""
+            data = METRICS % (self.read, 5 * self.read, 2 * self.read) + self.expected if self.tells else b""
         else:
             self.bodies.append(body)
             data = self._stream(body)
@@ -215,6 +218,7 @@ def test_quick_rates_stand_beside_what_is_expected(
     assert [point["expected_tokens_s"] for point in points] == spans
     assert ("1200 to 2400" in shown) == expects and "--measure-bandwidth" in shown
     assert all(point["tokens_s"] > 0 for point in points) and "a prompt of 2048 tokens" in shown
+    assert [point["experts"] for point in points] == [2.5] * 3 and "2.5" in shown
     assert len({body["prompt"] for body in fake.bodies if body["max_tokens"] == 48}) == 10
 
 
