@@ -4,7 +4,9 @@ So this imports little."""
 from __future__ import annotations
 
 import shlex
+import signal
 import tempfile
+from types import FrameType
 
 from rich.console import Console
 
@@ -20,6 +22,7 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
     """Start the engine's process, then be the server in front of it, as `api.cli.serve.serve` says."""
     engine, lines = with_demo(engine)
     client = make_client(engine, config)
+    signal.signal(signal.SIGTERM, _end)  # until the server listens to signals itself
     try:
         await client.begin()
         from api.cli.serve import serve as serve_with
@@ -27,6 +30,10 @@ async def serve(engine: EngineConfig, config: ServeConfig, notes: list[str], con
         return await serve_with(client, engine, config, notes, lines, console)
     finally:
         await client.shutdown(0)
+
+
+def _end(sent: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + sent)
 
 
 def with_demo(config: EngineConfig) -> tuple[EngineConfig, list[str]]:

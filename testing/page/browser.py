@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -66,7 +67,16 @@ class Browser:
         return self.driver.execute_script(code, *arguments)
 
     def click(self, css: str) -> None:
-        self.find(css).click()
+        """What may be drawn anew at any time."""
+
+        def clicked() -> bool:
+            try:
+                self.find(css).click()
+            except StaleElementReferenceException:
+                return False
+            return True
+
+        eventually(clicked)
 
     def fill(self, css: str, value: str) -> None:
         field = self.find(css)

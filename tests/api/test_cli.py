@@ -146,7 +146,8 @@ def test_chat(model_dir: Path) -> None:
     done = ktserve("chat", str(model_dir), "--adapters", "reverse=/x", stdin="\n".join(lines))
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "fake" in line or line.startswith("weights")]
-    assert said == ["memory plan: fake", "weights ...", "note: fake"]  # what is planned, before it is loaded
+    loaded = [f"weights: {done} of 3" for done in (1, 2, 3)]
+    assert said == ["memory plan: fake", *loaded, "note: fake"]  # what is planned, before it is loaded
     assert done.stdout.startswith(ANSWER.format("hé 👋"))
     assert "cba" in done.stdout, "the adapter answers with the whole conversation reversed"
     assert done.stdout.endswith(ANSWER.format("x") + "\n"), "after /reset the conversation starts again"
