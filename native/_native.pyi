@@ -189,9 +189,6 @@ class MappedFile:
     def wanted(self) -> bool:
         """Whether another program waits to write to it."""
 
-    def lock(self) -> bool:
-        """Keeps it in memory; False where this user may not."""
-
     def copy(self) -> None:
         """
         Into memory of its own, at the same addresses; others may write to the file then.
@@ -213,6 +210,9 @@ class MappedFiles:
 
     def drop(self) -> None:
         """Ends reading ahead; files that nobody has mapped by then are given up."""
+
+    def own(self) -> None:
+        """Copies all files to huge pages, one after the other, on a thread."""
 
 def futex_wakes(calls: int, gap_us: float = 0.0) -> list[float]:
     """

@@ -7,9 +7,10 @@ The header names the layout's version, the weights' shape and formats, a hash of
 follows. A file that differs in anything is rebuilt, never trusted; it is replaced in one step (rename). Nothing is
 ever deleted: folders of other models, or of this one before its files changed, are named in a note.
 
-Where a CPU computes and all its memory is one node's, files are mapped and not copied, so a second start takes no
-memory of its own for them and no time to fill it. A lease of the kernel's holds up whoever would write to a mapped file
-until its weights were copied (native/src/runtime/mapped_file.hpp); where there are no leases files are copied at once.
+Where a CPU computes and all its memory is one node's, files are mapped, so that a second start takes no time to copy
+them: they are copied to huge pages, from which they are read faster, once the model is loaded. A lease of the kernel's
+holds up whoever would write to a mapped file until then (native/src/runtime/mapped_file.hpp); where there are no leases
+files are copied at once.
 """
 
 from __future__ import annotations
@@ -89,7 +90,6 @@ class PackCache:
         self._writes = True
         self._outdated = False
         self._mapped = mapped
-        self._unlocked = 0  # bytes
         self._read, self._packed = 0, 0  # bytes
 
     def path(self, name: str) -> Path:
@@ -137,9 +137,7 @@ class PackCache:
         mapped = self._map(file) if packed.shards == 1 else None
         if mapped is None:
             return int(packed.read(pool, file, HEADER_BYTES))
-        checksum = int(packed.adopt(pool, mapped, HEADER_BYTES))
-        self._unlocked += 0 if mapped.lock() else mapped.num_bytes
-        return checksum
+        return int(packed.adopt(pool, mapped, HEADER_BYTES))
 
     def _map(self, file: int) -> _native.MappedFile | None:
         """None where files are not mapped, or others' changes to this one could not be held up."""
@@ -199,14 +197,9 @@ class PackCache:
         """What the start got from the cache, what went wrong, and what else lies beside it."""
         if self._mapped is not None:
             self._mapped.drop()
+            self._mapped.own()
         done = f"{format_bytes(self._read)} read, {format_bytes(self._packed)} packed"
-        kept = []
-        if self._unlocked:
-            kept = [
-                f"note: {format_bytes(self._unlocked)} of them are mapped and may leave memory while nobody computes "
-                "(ulimit -l is less)"
-            ]
-        return [f"packed weights, {self.folder}: {done}", *kept, *self.notes, *self._others()]
+        return [f"packed weights, {self.folder}: {done}", *self.notes, *self._others()]
 
     def _others(self) -> list[str]:
         try:

@@ -128,7 +128,8 @@ class Mapped:
         layer = Layer(type)
         self.expected = load(pool, layer, folder)
         self.path = packed(folder)
-        self.experts = NativeExperts(SIZES, BF16, pool, cache=PackCache(folder, mapped=_native.MappedFiles()))
+        self.files = _native.MappedFiles()
+        self.experts = NativeExperts(SIZES, BF16, pool, cache=PackCache(folder, mapped=self.files))
         self.experts.load_layer(0, layer.store)
         self.task = self.experts.bind(0, batch(4, BF16))
 
@@ -186,16 +187,14 @@ def test_a_file_that_is_open_for_writing_is_copied(
         mapped.check()
 
 
-def test_what_is_mapped_and_not_locked_is_said(
-    pool: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = Layer("Q4_0")
-    load(pool, layer, tmp_path)
-    for locks in (True, False):
-        monkeypatch.setattr(_native.MappedFile, "lock", lambda self, locks=locks: locks)
-        cache = PackCache(tmp_path, mapped=_native.MappedFiles())
-        NativeExperts(SIZES, BF16, pool, cache=cache).load_layer(0, layer.store)
-        assert any("ulimit -l" in line for line in cache.report()) is not locks
+def test_mapped_files_are_copied_once_the_model_is_loaded(pool: Any, tmp_path: Path) -> None:
+    """While they are computed with."""
+    mapped = Mapped(pool, tmp_path)
+    mapped.files.own()
+    while mapped.lines:
+        mapped.check()
+    mapped.path.write_bytes(b"")  # nobody is waited for
+    mapped.check()
 
 
 def ahead_of(folder: Path, **settings: Any) -> Any:

@@ -127,8 +127,6 @@ void bind_core(nb::module_& module) {
   nb::class_<MappedFile>(module, "MappedFile", "A file in memory without a copy, which nobody may change meanwhile.")
       .def_prop_ro("num_bytes", &MappedFile::bytes)
       .def_prop_ro("wanted", &MappedFile::wanted, "Whether another program waits to write to it.")
-      .def("lock", &MappedFile::lock, nb::call_guard<nb::gil_scoped_release>(),
-           "Keeps it in memory; False where this user may not.")
       .def("copy", &MappedFile::copy, nb::call_guard<nb::gil_scoped_release>(),
            "Into memory of its own, at the same addresses; others may write to the file then.");
   nb::class_<MappedFiles>(module, "MappedFiles", "Mapped files; those that others want to write to are copied.")
@@ -140,7 +138,8 @@ void bind_core(nb::module_& module) {
            nb::call_guard<nb::gil_scoped_release>(),
            "Maps files and sums them up from `offset` on, on threads of its own, for `map`. Once; `drop` must follow.")
       .def("drop", &MappedFiles::drop, nb::call_guard<nb::gil_scoped_release>(),
-           "Ends reading ahead; files that nobody has mapped by then are given up.");
+           "Ends reading ahead; files that nobody has mapped by then are given up.")
+      .def("own", &MappedFiles::own, "Copies all files to huge pages, one after the other, on a thread.");
   module.def("futex_wakes", &futex_wakes, "calls"_a, "gap_us"_a = 0.0, nb::call_guard<nb::gil_scoped_release>(),
              "Seconds of each of `calls` wakes of one sleeping thread, answer included: the floor of a parked pool.");
 }

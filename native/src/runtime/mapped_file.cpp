@@ -148,10 +148,6 @@ uint64_t MappedFile::checksum() {
   return checksum_of(sums_.data(), static_cast<int64_t>(sums_.size()));
 }
 
-bool MappedFile::lock() const {
-  return mlock(data_, mapped_) == 0;
-}
-
 bool MappedFile::wanted() const {
   return file_ >= 0 && fcntl(file_, F_GETLEASE) != F_RDLCK;
 }
@@ -247,23 +243,42 @@ void MappedFiles::drop() {
   for (std::thread& reader : readers) reader.join();
 }
 
+void MappedFiles::own() {
+  {
+    const std::lock_guard lock(mutex_);
+    owns_ = true;
+  }
+  changed_.notify_all();
+}
+
 void MappedFiles::watch() {
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kLook, [this] { return ends_; })) {
+  while (!ends_) {
+    bool copied = false;
     for (MappedFile* file : mapped_) {
-      if (!file->wanted()) continue;
+      const bool wanted = file->wanted();
+      if (!wanted && (copied || !owns_ || file->file_ < 0)) continue;
       const std::string path = file->path();
       try {
         file->copy();
+        copied = true;
       } catch (const std::system_error& error) {
+        if (!wanted) {
+          owns_ = false;
+          continue;
+        }
         // What is mapped would change, or be gone, while it is computed with.
         std::fprintf(stderr, "engine: %s is being changed and cannot be copied (%s): the engine ends\n", path.c_str(),
                      error.what());
         std::_Exit(1);
       }
-      std::fprintf(stderr, "engine: another program opens %s for writing: its weights were copied to memory\n",
-                   path.c_str());
+      if (wanted) {
+        std::fprintf(stderr, "engine: another program opens %s for writing: its weights were copied to memory\n",
+                     path.c_str());
+      }
     }
+    // Between two files others have their turn.
+    changed_.wait_for(lock, copied ? std::chrono::milliseconds(1) : kLook, [this] { return ends_; });
   }
 }
 
