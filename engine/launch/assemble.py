@@ -105,6 +105,8 @@ def _assemble(
     pad_decode(runner, plan, decode, progress)
     warm_up(runner, plan, progress)
     rates = _measured(plan, backends.pool, progress)
+    if backends.cache is not None:
+        backends.cache.own()
     expected = None if rates is None else expected_of(plan, rates)
     if rates is not None:
         runner.notes.append(f"memory is read at {rates.read / 1e9:.1f} GB/s (--measure-bandwidth)")

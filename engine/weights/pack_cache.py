@@ -193,11 +193,15 @@ class PackCache:
         self.write(key, made, pool)
         return made
 
+    def own(self) -> None:
+        """Begins to copy what is mapped, which takes a share of memory's rate for some seconds."""
+        if self._mapped is not None:
+            self._mapped.own()
+
     def report(self) -> list[str]:
         """What the start got from the cache, what went wrong, and what else lies beside it."""
         if self._mapped is not None:
             self._mapped.drop()
-            self._mapped.own()
         done = f"{format_bytes(self._read)} read, {format_bytes(self._packed)} packed"
         return [f"packed weights, {self.folder}: {done}", *self.notes, *self._others()]
 
