@@ -64,6 +64,11 @@ PATHS = (*_ENDPOINTS, *tuning.ENDPOINTS, tuning.BATCH, _FILE)
 _CONTENT_TYPES = {_FILE: "multipart/form-data; boundary=b", tuning.BATCH: "application/x-protobuf"}
 
 
+def body_kind(path: str) -> type[BaseModel] | None:
+    """What a JSON body for the path is read into, where that is one of ours."""
+    return _ENDPOINTS[path][1] if path in _ENDPOINTS else None
+
+
 def content_type(path: str) -> str:
     return _CONTENT_TYPES.get(path, "application/json")
 

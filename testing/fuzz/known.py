@@ -8,6 +8,9 @@ from typing import Any
 
 import httpx
 
+from api.bodies.body import Body, fields_of
+from testing.fuzz.bodies import body_kind
+
 _ADAPTER = "made"
 _LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2}}
 
@@ -21,6 +24,10 @@ class Known:
 
     def filled(self, path: str, body: Any) -> Any:
         """A body for `path` that names what is there. Raises httpx.HTTPStatusError if it cannot be put there."""
+        kind = body_kind(path)
+        if kind is not None and issubclass(kind, Body):  # two spellings of a field are to be the same
+            of = {name: field.of for name, field in fields_of(kind).items() if field.of is not None}
+            body = {name: value for name, value in body.items() if of.get(name) not in body}
         if path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
             return {**body, "lora_name": _ADAPTER, "lora_path": self._adapter, "replace": True}
         if path in ("/v1/unload_lora_adapter", "/unload_lora_adapter"):

@@ -67,7 +67,7 @@ class Browser:
         return self.driver.execute_script(code, *arguments)
 
     def click(self, css: str) -> None:
-        """What may be drawn anew at any time."""
+        """An element, which the page may replace meanwhile."""
 
         def clicked() -> bool:
             try:

@@ -62,14 +62,6 @@ class Program(ABC):
         return BIN / cls.name
 
     @abstractmethod
-    def read(self, file: Path) -> str:
-        """The call that reads a text file."""
-
-    @abstractmethod
-    def look(self, file: Path) -> str:
-        """The call that reads an image."""
-
-    @abstractmethod
     def flags(self) -> list[str]: ...
 
     @abstractmethod
@@ -102,7 +94,19 @@ class Program(ABC):
         return done.stdout
 
 
-class ClaudeCode(Program):
+class Agent(Program):
+    """It reads files by calls of its tools."""
+
+    @abstractmethod
+    def read(self, file: Path) -> str:
+        """The call that reads a text file."""
+
+    @abstractmethod
+    def look(self, file: Path) -> str:
+        """The call that reads an image."""
+
+
+class ClaudeCode(Agent):
     name = "claude"
 
     def read(self, file: Path) -> str:
@@ -130,7 +134,7 @@ class ClaudeCode(Program):
         return Ended(last["result"], usage["input_tokens"] + cached, cached)
 
 
-class Codex(Program):
+class Codex(Agent):
     name = "codex"
 
     def read(self, file: Path) -> str:
@@ -172,7 +176,7 @@ class CodexOfVendor(Codex):
         return {"CODEX_API_KEY": "none"}
 
 
-class OpenCode(Program):
+class OpenCode(Agent):
     name = "opencode"
 
     def read(self, file: Path) -> str:
@@ -206,7 +210,7 @@ class OpenCode(Program):
         return Ended(said[-1], sum(step["input"] for step in steps) + cached, cached)
 
 
-class Continue(Program):
+class Continue(Agent):
     """Its program for terminals, with the file of settings that its editor has too."""
 
     name = "cn"
@@ -239,7 +243,7 @@ class Continue(Program):
         return Ended(printed.strip(), sum(usage["prompt_tokens"] for usage in usages), cached)
 
 
-class Cline(Program):
+class Cline(Agent):
     name = "cline"
 
     def __init__(self, url: str, home: Path, folder: Path) -> None:
@@ -277,11 +281,6 @@ class Aider(Program):
     def path(cls) -> Path:
         return AIDER
 
-    def read(self, file: Path) -> str:
-        raise NotImplementedError("it reads the files that it is started with")
-
-    look = read
-
     def flags(self) -> list[str]:
         server = ["--openai-api-base", f"{self.url}/v1", "--openai-api-key", "none", "--model", "openai/demo"]
         quiet = ["--yes-always", "--no-git", "--no-check-update", "--analytics-disable", "--no-pretty"]
@@ -294,4 +293,4 @@ class Aider(Program):
         return Ended(printed, 0, 0)
 
 
-PROGRAMS: tuple[type[Program], ...] = (ClaudeCode, Codex, OpenCode, Continue, Cline)
+PROGRAMS: tuple[type[Agent], ...] = (ClaudeCode, Codex, OpenCode, Continue, Cline)

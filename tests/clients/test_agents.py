@@ -18,7 +18,7 @@ needs()
 import gguf
 
 from demo.paths import demo_model
-from tests.clients.programs import PROGRAMS, Aider, Codex, CodexOfVendor, Program
+from tests.clients.programs import PROGRAMS, Agent, Aider, Codex, CodexOfVendor
 from tests.clients.scripted_engine import TOOLS, WITHOUT_TOOLS
 from tests.e2e.conftest import Server, serving
 
@@ -62,7 +62,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
         yield Scripted(server, script, prompts)
 
 
-def program_of(kind: type[Program], scripted: Scripted, folder: Path) -> Program:
+def program_of(kind: type[Agent], scripted: Scripted, folder: Path) -> Agent:
     if not kind.path().exists():
         pytest.skip(f"{kind.name} is not installed (make test-clients)")
     home, work = folder / "home", folder / "work"
@@ -72,7 +72,7 @@ def program_of(kind: type[Program], scripted: Scripted, folder: Path) -> Program
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.name)
-def test_a_session(scripted: Scripted, tmp_path: Path, kind: type[Program]) -> None:
+def test_a_session(scripted: Scripted, tmp_path: Path, kind: type[Agent]) -> None:
     """A file, a file that is not there, an image, and more files to the twentieth turn; then another conversation."""
     program = program_of(kind, scripted, tmp_path)
     folder = program.folder
