@@ -15,7 +15,9 @@ class SchedulerConfig:
     that of their decode rows alone, if that is longer. Without `itl_decode_steps` it bounds the decode rows of several
     tenants too, for a while after they were there (policy/turns.py). None: the budget bounds a step, and `mixed_chunk`,
     the most prefill tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in
-    another way: their time tells nothing of mixed ones. `disk_bytes` is what blocks on disk may take,
+    another way: their time tells nothing of mixed ones. `lane_tokens`: prompts that miss so many tokens all together are
+    computed in steps of their own beside the others (batching/prompts.py), each that misses so many there alone; None:
+    one step at a time is computed. `disk_bytes` is what blocks on disk may take,
     `disk_block_bytes` what each does (0: there is no disk), `disk_state_bytes` what a snapshot of states does.
     `num_states`: of a model whose layers keep states, how many sequences' there is room for (0: it keeps none),
     `num_snapshots`: of how many beginnings beside them at most, of which each takes the memory of `snapshot_blocks`
@@ -35,6 +37,7 @@ class SchedulerConfig:
     itl_decode_steps: float = 0.0
     long_chunk: int | None = None
     mixed_chunk: int | None = None
+    lane_tokens: int | None = None
     disk_bytes: int = 0
     disk_block_bytes: int = 0
     disk_state_bytes: int = 0
@@ -70,6 +73,10 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.mixed_chunk is not None and self.mixed_chunk < 1:
             raise ValueError(f"mixed_chunk is {self.mixed_chunk}, must be at least 1")
+        if self.lane_tokens is not None and self.lane_tokens < 2:
+            raise ValueError(f"lane_tokens is {self.lane_tokens}, must be at least 2")
+        if self.lane_tokens is not None and self.num_states:
+            raise ValueError("lane_tokens: layers that keep states are computed in one step at a time")
         for name in ("num_adapter_slots", "num_states", "num_snapshots", "snapshot_blocks"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 0")

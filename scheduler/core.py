@@ -34,6 +34,7 @@ class Flight:
     void: set[Request] = field(default_factory=set)  # rows whose outcome is ignored
     published: list[tuple[Request, int]] = field(default_factory=list)  # blocks made findable by it
     held: list[tuple[Sequence[int], int]] = field(default_factory=list)  # blocks and slot of requests that left it
+    completed: set[bytes] = field(default_factory=set)  # hashes of blocks that are findable once it has ended
 
 
 class Core:
@@ -67,7 +68,7 @@ class Core:
             )
         self.slots = AdapterSlots(config.num_adapter_slots, config.slot_patience_s)
         self.fairness = Fairness()
-        self.flights: list[Flight] = []  # oldest first, at most two
+        self.flights: list[Flight] = []  # oldest first: at most two, and one in the lane of long prompts
         self.blocked: tuple[Request, int] | None = None  # the request that did not fit, and the blocks there were
         self.num_arrived = 0
         self.num_preemptions = 0
@@ -178,7 +179,7 @@ class Core:
         made findable, if it was not undone, is computed."""
         if self.states is not None:
             self.states.landed(_saved(flight.plan.rows))
-        older = [f for f in self.flights if f.plan.step < flight.plan.step]
+        older = [f for f in self.lane(flight.plan.prompts) if f.plan.step < flight.plan.step]
         if older:
             older[-1].held += flight.held
             return
@@ -208,6 +209,11 @@ class Core:
             saved |= _saved(row for request, row in other.rows.items() if request in lost)
         if self.states is not None:
             self.states.discard_slots(saved)
+
+    def lane(self, prompts: bool) -> list[Flight]:
+        """The steps in flight in the lane of long prompts, or in the other one; oldest first. A request is in one lane
+        at a time."""
+        return [flight for flight in self.flights if flight.plan.prompts is prompts]
 
     @property
     def num_live_waiting(self) -> int:

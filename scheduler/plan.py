@@ -84,6 +84,8 @@ class StepPlan:
     rows: list[StepRow]
     block_tables: list[array[int]]
     idle: Idle | None = None  # None: nothing is
+    prompts: bool = False  # in the lane of long prompts, beside other steps
+    follows: bool = False  # of that lane: it reads what a step of the other lane is still computing
 
     @cached_property
     def num_tokens(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from scheduler.batching.batch import Batch
+from scheduler.batching.prompts import PromptBatch
 from scheduler.batching.shares import evicted
 from scheduler.config import SchedulerConfig
 from scheduler.core import Core, Flight
@@ -149,7 +150,16 @@ class Scheduler:
         """
         if self.disk is not None:
             self.disk.expire(now)
-        flight = Batch(self._core, self._cost, self._gaps, self._turns).build(self._step, now)
+        return self._planned(Batch(self._core, self._cost, self._gaps, self._turns).build(self._step, now))
+
+    def schedule_prompts(self, now: float) -> StepPlan | None:
+        """Plan the next step of the lane of long prompts, which is computed beside the others and committed as they are;
+        None while one is in flight, or if too few tokens of prompts wait."""
+        if self.config.lane_tokens is None:
+            return None
+        return self._planned(PromptBatch(self._core, self._cost, self._gaps, self._turns).build(self._step, now))
+
+    def _planned(self, flight: Flight | None) -> StepPlan | None:
         if flight is None:
             return None
         self._step += 1
@@ -162,14 +172,15 @@ class Scheduler:
         """Take a step's tokens: `tokens[i]` is row i's, empty if it does not sample; else the drafts that were
         accepted, from the first one on, and the token sampled after them.
 
-        Steps are committed in order. Rows of requests that have ended since are ignored. An end-of-sequence or stop
+        Steps of a lane are committed in order. Rows of requests that have ended since are ignored. An end-of-sequence or stop
         token ends its request as "stop" and is not part of the output; the token that reaches max_tokens or the
         length limit is. Tokens after the one that ended a request are dropped.
         """
         core = self._core
-        if not core.flights or core.flights[0].plan is not plan:
+        lane = core.lane(plan.prompts)
+        if not lane or lane[0].plan is not plan:
             raise IntegrityError(f"step {plan.step} is not the oldest step in flight")
-        flight = core.flights[0]
+        flight = lane[0]
         if len(tokens) != len(plan.rows):
             raise IntegrityError(f"step {plan.step}: tokens for {len(tokens)} rows, it has {len(plan.rows)}")
         wrong = [
@@ -181,10 +192,14 @@ class Scheduler:
             raise IntegrityError(
                 f"step {plan.step}: not accepted drafts and one token per sampling row for requests {wrong}"
             )
-        del core.flights[0]
+        core.flights.remove(flight)
         if core.drafter is not None:
             self._num_committed = sum(map(len, tokens))
         events, void, take = [], flight.void, self._take_tokens
+        if plan.prompts:  # not findable before: a step beside it would have read what is not there yet
+            for row in plan.rows:
+                if row.request not in void and row.request.status is _RUNNING:
+                    core.publish(row.request)
         for row, new in zip(plan.rows, tokens, strict=True):
             request = row.request
             if request not in void:
@@ -218,6 +233,9 @@ class Scheduler:
             self.disk.observe(plan, seconds)
         if self._core.drafter is not None:
             self._core.drafter.observe(plan, self._num_committed, seconds)
+        if plan.prompts:
+            self._cost.prompt_step_s = seconds
+            return
         if config.itl_target_s is None and not plan.rows[0].request.background:
             return  # nobody asks what such a step will take
         if config.long_chunk is not None and plan.num_tokens >= config.long_chunk and not plan.rows[0].is_decode:

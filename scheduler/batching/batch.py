@@ -6,6 +6,7 @@ meanwhile can well wait; between such steps they keep their running slots and bl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from scheduler.batching.drafting import add_drafts
@@ -21,7 +22,7 @@ from scheduler.policy.turns import Turns
 from scheduler.policy.waiting import entry
 from scheduler.request import AdapterKey, Request, Status, is_background
 
-_LOOKED_AT = 16  # of an account's waiting requests, for one that is cached
+LOOKED_AT = 16  # of an account's waiting requests, for one that is cached
 
 
 class Batch:
@@ -47,14 +48,17 @@ class Batch:
         self._reserved: set[str] = set()  # accounts for whose next request a running slot is kept free
         self._open: dict[AdapterKey, bool] = {}
         self._put_off: set[Request] = set()  # waiting requests that do better to come in the next step
-        self._completed: set[bytes] = set()  # hashes of the blocks that the prefill chunks of this step complete
+        # hashes of the blocks that the prefill chunks of this step complete, or of one in the other lane
+        self._completed: set[bytes] = set()
+        self._elsewhere: set[Request] = set()  # requests in a step of the other lane
 
     def build(self, step: int, now: float) -> Flight | None:
         """Raises IntegrityError if two steps are in flight already."""
         self._step, self._now = step, now
         core = self._core
-        if len(core.flights) >= 2:
-            raise IntegrityError(f"steps {[f.plan.step for f in core.flights]} are in flight; commit one first")
+        if len(in_flight := core.lane(False)) >= 2:
+            raise IntegrityError(f"steps {[f.plan.step for f in in_flight]} are in flight; commit one first")
+        self._look_beside(core.lane(True))
         if core.states is not None:
             core.states.begin_step()
         live = any(not request.background for request in core.requests.values())
@@ -86,6 +90,18 @@ class Batch:
             if full or (row.state is not None and row.state.saves):
                 core.publish(row.request)
         return flight
+
+    def _look_beside(self, flights: Sequence[Flight]) -> None:
+        """At the steps of the other lane, whose requests take no part in this one."""
+        for flight in flights:
+            self._elsewhere |= flight.rows.keys()
+            self._completed |= flight.completed
+        self._put_off |= self._elsewhere  # if they are preempted
+
+    def _is_long(self, missing: int) -> bool:
+        """Whether so many tokens of a prompt are left to the lane of long ones. Background requests may have to be
+        computed in shorter steps than that lane has."""
+        return not self._background and missing >= (self._config.lane_tokens or missing + 1)
 
     def _add_rows(self) -> None:
         """Live ones, or those of background requests."""
@@ -180,7 +196,7 @@ class Batch:
 
     def _add_decodes(self) -> None:
         core, rows, size = self._core, self._rows, self._config.block_size
-        states = core.states
+        states, elsewhere = core.states, self._elsewhere
         running, background, allowed_s = Status.RUNNING, self._background, self._allowed_s
         others: frozenset[Request] = frozenset()
         if not background and not self._everyone:
@@ -189,11 +205,13 @@ class Batch:
         for _, _, request in list(core.running):
             if request.status is not running or request.background is not background:
                 continue  # a better one just took its place, or not its turn
-            if request.num_drafts:
+            if request.num_drafts or request in elsewhere:
                 continue  # where its next token stands is known once they are committed
             num_prompt, num_output = len(request.prompt), len(request.output) + request.num_in_flight
             start, num_tokens = request.num_computed, num_prompt + num_output
             if start < num_prompt or num_tokens - start > 1:
+                if self._is_long(num_tokens - start):
+                    continue
                 self._partial.setdefault(request.account, []).append(request)
                 continue
             if num_output >= request.most_output:
@@ -288,7 +306,7 @@ class Batch:
             return first
         if blocks.num_unused >= blocks.blocks_for(first.num_tokens):
             return first
-        few = core.waiting.first_few(tenant, self._is_open, self._put_off, _LOOKED_AT)
+        few = core.waiting.first_few(tenant, self._is_open, self._put_off, LOOKED_AT)
         return max((each for each in few if each.priority == first.priority), key=blocks.num_findable)
 
     def _is_open(self, adapter: AdapterKey) -> bool:
@@ -323,7 +341,7 @@ class Batch:
         if core.blocks.hits_soon(request, match, self._completed):
             # another request computes its next block right now: in the next step it is a hit
             self._put_off.add(request)
-            if len(self._put_off) >= self._config.max_num_seqs:
+            if len(self._put_off) - len(self._elsewhere) >= self._config.max_num_seqs:
                 self._stop_admitting(request)
             return None
         if core.blocks.blocks_for(request.num_tokens) - len(match.blocks) > spare - match.num_free:
@@ -332,6 +350,9 @@ class Batch:
                 return None
             core.blocked = request, spare
             return self._stop_admitting(request)
+        if self._is_long(request.num_tokens - match.num_tokens):
+            self._put_off.add(request)
+            return None
         if core.disk is not None and core.disk.fetch(request, match, self._now, lambda: self._spare(self._owed)):
             return None
         if not (size := room.fit(match.num_tokens, request.num_tokens - match.num_tokens)):

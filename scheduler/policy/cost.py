@@ -26,6 +26,7 @@ class CostModel:
         self._moments = [[0.0] * 4 for _ in range(4)]
         self._targets = [0.0] * 4
         self._coefficients = [0.0] * 4
+        self.prompt_step_s: float | None = None  # of the last step in the lane of long prompts
         self._experts: dict[int, tuple[float, float]] = {}  # by bit length of tokens: mean tokens, mean experts
 
     def observe(self, plan: StepPlan, seconds: float, experts: int | None) -> None:

@@ -41,3 +41,8 @@ class Gaps:
         if self._log_s is None:
             return None
         return SHARE * math.exp(self._log_s) + IDLE_SHARE * max(0.0, now - self._last_s)
+
+    def allows(self, seconds: float | None, now: float) -> bool:
+        """A background step that takes so long (None: nobody knows), whose size is not to be chosen."""
+        allowed_s = self.allowed_s(now)
+        return not self.paused(now) and (allowed_s is None or (seconds is not None and seconds <= allowed_s))

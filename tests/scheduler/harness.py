@@ -199,7 +199,8 @@ def _held(save: Save, kv: list[list[int]], states: list[int]) -> list[int]:
 
 
 class FakeEngine:
-    """Runs a scheduler at an overlap depth of 0 or 1. The clock advances by `dt` a step."""
+    """Runs a scheduler at an overlap depth of 0 or 1. The clock advances by `dt` a step. A step of the lane of long
+    prompts writes when it is committed, after some of the others (`lane_steps` draws how many)."""
 
     def __init__(
         self,
@@ -225,6 +226,9 @@ class FakeEngine:
         self.loading: dict[int, AdapterKey] = {}
         self.hold_loads = False
         self.in_flight: deque[tuple[StepPlan, list[list[int]], list[int]]] = deque()
+        self.prompts: tuple[StepPlan, list[list[int]], dict[int, list[int]]] | None = None  # with the blocks it makes
+        self.lane_steps = random.Random(config.num_blocks)
+        self.num_prompt_steps = 0
         self.device_tokens: dict[tuple[Request, int], int] = {}
         self.events: list[Event] = []
         self.terminal: dict[str, Event] = {}
@@ -268,7 +272,11 @@ class FakeEngine:
 
     def step(self) -> StepPlan | None:
         """Schedule and launch; then commit what depth leaves no room for."""
+        if self.prompts is not None and self.lane_steps.random() < 0.3:
+            self.commit_prompts()
         plan = self.schedule()
+        if plan is None and self.prompts is not None:
+            self.commit_prompts()
         if len(self.in_flight) > (depth := self.depth if plan is not None else 0):
             while len(self.in_flight) > depth:
                 self.commit()
@@ -281,6 +289,7 @@ class FakeEngine:
         if self.scheduler.disk is not None and not self.disk.stalls:
             self.disk.finish(self.scheduler.disk, self.kv, self.states)
         self.take(*self.scheduler.expire(self.now))
+        prompts = self.scheduler.schedule_prompts(self.now)
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
         for load in self.scheduler.slot_loads():
@@ -293,6 +302,8 @@ class FakeEngine:
             self.finish_loads()
         if self.scheduler.disk is not None:
             self.disk.start(self.scheduler.disk.orders(), self.kv, self.states)
+        if prompts is not None:
+            self.launch_prompts(prompts)
         if plan is not None:
             self.launch(plan)
         return plan
@@ -349,6 +360,41 @@ class FakeEngine:
                 self.device_tokens[row.request, row.start + row.num_tokens] = sampled[-1]
             results.append(sampled[: accepted + 1])
         self.in_flight.append((plan, results, written))
+
+    def launch_prompts(self, plan: StepPlan) -> None:
+        """What it reads is there, or a step in flight that it follows computes it."""
+        assert plan.prompts and self.prompts is None
+        self.num_prompt_steps += 1
+        size = self.config.block_size
+        computing = {block for _, _, written in self.in_flight for block in written}
+        made: dict[int, list[int]] = {}
+        read = {b for row, table in zip(plan.rows, plan.block_tables, strict=True) for b in table[: row.start // size]}
+        assert plan.follows or read.isdisjoint(computing), "it does not wait for what it reads"
+        before = [list(values) for values in self.kv]
+        self.launch(plan)
+        _, results, written = self.in_flight.pop()
+        for block in set(written):  # a position that is computed again has the value that it had
+            made[block] = self.kv[block]
+            self.kv[block] = [
+                now if now == was else GARBAGE for now, was in zip(made[block], before[block], strict=True)
+            ]
+        for row in plan.rows:
+            self.device_tokens.pop((row.request, row.start + row.num_tokens), None)
+        self.prompts = plan, results, made
+
+    def commit_prompts(self) -> None:
+        assert self.prompts is not None
+        (plan, results, made), self.prompts = self.prompts, None
+        for block, values in made.items():
+            self.kv[block] = values
+        for row in plan.rows:
+            assert self.resident[row.adapter_slot] == row.request.adapter, "the slot changed under a step"
+        self.take(*self.scheduler.commit(plan, results, self.now))
+
+    def drop_prompts(self) -> None:
+        assert self.prompts is not None
+        (plan, _, _), self.prompts = self.prompts, None
+        self.take(*self.scheduler.drop(plan))
 
     def _check_state(self, row: StepRow, states: list[int], value: int) -> None:
         """The row begins from the state behind its first position, in a slot that no row of the step writes."""
@@ -456,7 +502,9 @@ class FakeEngine:
         assert {state.source for state in states}.isdisjoint(copies), "written while a row begins from it"
         assert self.disk.slots().isdisjoint(copies), "written while it is saved or fetched"
         size = self.config.block_size
-        others = [p for p, _, _ in self.in_flight]
+        others = [p for p, _, _ in self.in_flight] + ([self.prompts[0]] if self.prompts else [])
+        assert all(other.prompts is plan.prompts or {row.request for row in other.rows}.isdisjoint(
+            row.request for row in plan.rows) for other in others), "in both lanes"
         busy = self.disk.blocks()
         for row, table in zip(plan.rows, plan.block_tables, strict=True):
             assert row.request.request_id not in self.terminal
@@ -468,5 +516,5 @@ class FakeEngine:
                     assert there.request is row.request or writes.isdisjoint(blocks), "written while another reads it"
 
     def _assert_slot_unused(self, slot: int) -> None:
-        for plan, _, _ in self.in_flight:
+        for plan in [plan for plan, _, _ in self.in_flight] + ([self.prompts[0]] if self.prompts else []):
             assert all(row.adapter_slot != slot for row in plan.rows), "a slot that a step reads is loaded over"

@@ -45,6 +45,7 @@ def run(
     drafts: bool = False,
     disk: FakeDisk | None = None,
     states: bool = False,
+    lanes: bool = False,
     **changes: object,
 ) -> FakeEngine:
     rng = random.Random(seed)
@@ -66,6 +67,8 @@ def run(
     if states:
         values |= {"num_states": rng.choice([1, 2, 6]), "num_snapshots": rng.choice([0, 1, 2, 4, 12])}
         values |= {"snapshot_blocks": rng.choice([0, 1, 3])}
+    if lanes:
+        values |= {"lane_tokens": random.Random(seed).choice([2, 4, 7, 20])}
     if states and disk is not None:
         values |= {"disk_state_bytes": 2, "disk_bytes": 2 + 2 * max(rng.choice([1, 3, 10, 100]), len(disk.kept))}
     settings = config(**{**values, **changes})
@@ -114,6 +117,8 @@ def fault(rng: random.Random, engine: FakeEngine, retired: set[AdapterKey]) -> N
         engine.take(scheduler.fail(rng.choice(live).request_id, "fault", spoiled=rng.random() < 0.5))
     elif engine.in_flight and what < 0.4:
         engine.drop(rng.randrange(len(engine.in_flight)))
+    elif engine.prompts is not None and what < 0.45:
+        engine.drop_prompts()
     elif engine.loading and what < 0.5:
         engine.fail_load(next(iter(engine.loading)))
     elif what < 0.6:
@@ -135,6 +140,29 @@ def fault(rng: random.Random, engine: FakeEngine, retired: set[AdapterKey]) -> N
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
 def test_everything_holds_in_random_runs(seed: int, depth: int, drafts: bool) -> None:
     run(seed, depth, drafts=drafts)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans(), disk=st.booleans())
+def test_everything_holds_with_two_lanes(seed: int, depth: int, drafts: bool, disk: bool) -> None:
+    run(seed, depth, lanes=True, drafts=drafts, disk=FakeDisk(seed) if disk else None)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]))
+def test_two_lanes_give_the_tokens_of_one(seed: int, depth: int) -> None:
+    runs = [run(seed, depth, faults=False, lanes=lanes, max_queue=1000) for lanes in (False, True)]
+    finished = [
+        {key: (value, e.terminal[key].reason) for key, value in e.streamed.items() if e.submitted[key].deadline is None}
+        for e in runs
+    ]
+    assert finished[0] == finished[1]
+
+
+def test_random_runs_use_both_lanes() -> None:
+    found = [run(seed, 1, faults=False, lanes=True, num_blocks=40, max_num_seqs=6, lane_tokens=6) for seed in range(3)]
+    assert all(engine.num_prompt_steps > 3 for engine in found)
+    assert all(engine.scheduler.stats()["steps"] > 2 * engine.num_prompt_steps for engine in found)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
