@@ -261,6 +261,13 @@ class EngineConfig:
         group="Batching",
         limits=(0.001, 3_600_000.0),
     )
+    prompt_lane: str = option(
+        "auto",
+        "where long chunks' experts are streamed to the GPU, such chunks are computed beside decode steps, whose "
+        "experts the CPU computes meanwhile; off: one step after the other",
+        group="Batching",
+        choices=("auto", "off"),
+    )
     cuda_graphs: str = option(
         "auto",
         "decode steps as CUDA graphs; padded: the same padded steps, launched one by one (to find faults)",

@@ -39,11 +39,12 @@ from engine.messages import (
 )
 from engine.steps.admission import RefusalError, admit
 from engine.steps.answers import Answer, terminal
-from engine.steps.base import Launched, Runner, Tuner
+from engine.steps.base import Launched, PromptRunner, Runner, Tuner
 from scheduler.plan import Event, EventKind, StepPlan
 from scheduler.scheduler import Scheduler
 
 log = logging.getLogger("ktserve")
+_LOOK_S = 0.0005  # how often the lane of long prompts is looked after while a step of the others is awaited
 _TRAINING_S = 0.01  # at a time while nothing else is there; messages are looked for in between
 
 
@@ -53,6 +54,7 @@ class EngineCore:
     `send` gets every message to the api, in order. `overlap`: step N+1 is launched before N is committed.
     `read_bandwidth`: of the memory that experts lie in, in bytes a second, if it was measured. `expected`: tokens a
     second by name, for /metrics. `training_share`: of the time that the `tuner` may take while live requests run.
+    `prompts`: runs the steps of the scheduler's lane of long prompts, beside those of `runner`.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class EngineCore:
         expected: Mapping[str, float] | None = None,
         disk: KvDisk | None = None,
         training_share: float = 0.0,
+        prompts: PromptRunner | None = None,
     ) -> None:
         self.tuner: Tuner | None = None
         self.training_share = training_share
@@ -82,6 +85,7 @@ class EngineCore:
         self.read_bandwidth = read_bandwidth
         self.expected = expected or {}
         self.disk = disk
+        self.prompts = prompts
         self._send = send
         self._live: dict[str, Answer] = {}
         self._masks: dict[str, list[TokenMask]] = {}  # of live requests that have some
@@ -177,6 +181,7 @@ class EngineCore:
         if self.disk is not None:
             self.disk.take()
         self._emit(self.scheduler.expire(now), None)
+        worked = self._tend_prompts()
         plan = self.scheduler.schedule(now)
         self._schedule_s = time.monotonic() - now
         for load in self.scheduler.slot_loads():
@@ -186,18 +191,49 @@ class EngineCore:
         before, self._in_flight = self._in_flight, None
         launched = self._launch(plan) if plan else None
         if before:
+            self._await(before)
             self._commit(before)
         if launched and self._sample(launched):
             if self.overlap:
                 self._in_flight = launched
             else:
+                self._await(launched)
                 self._commit(launched)
         if self.check_integrity:
             self.scheduler.check_integrity()
             self.adapters.check_integrity()
         self._tend_drain()
         trained = self._train(plan, time.monotonic() - now)
-        return plan is not None or before is not None or trained
+        return plan is not None or before is not None or trained or worked
+
+    def _tend_prompts(self) -> bool:
+        """Commit the step of long prompts that has ended, and launch the next; whether there was any."""
+        if self.prompts is None:
+            return False
+        ended = None
+        if (plan := self.prompts.plan) is not None:
+            try:
+                ended = self.prompts.take(self._masks)
+            except Exception as error:  # noqa: BLE001 - as in _launch
+                self._fail(plan, error)
+            else:
+                if ended is None:
+                    return False
+                self._take_tokens(*ended)
+        begun = self.scheduler.schedule_prompts(time.monotonic())
+        if begun is not None:
+            self._grammars.prefetch(begun)
+            try:
+                self.prompts.launch(begun, self._masks)
+            except Exception as error:  # noqa: BLE001 - as in _launch
+                self._fail(begun, error)
+        return plan is not None or begun is not None
+
+    def _await(self, step: Launched) -> None:
+        """Until it has ended, look after the lane of long prompts, if a step of it is in flight."""
+        while self.prompts is not None and self.prompts.plan is not None and not self.runner.ended(step):
+            self._tend_prompts()
+            time.sleep(_LOOK_S)
 
     def _train(self, plan: StepPlan | None, step_s: float) -> bool:
         """Pieces of training behind a step that took `step_s`: `training_share` of the time while live requests run;
@@ -242,6 +278,8 @@ class EngineCore:
             self.tuner.close()
         self.adapters.close()
         self._grammars.close()
+        if self.prompts is not None:
+            self.prompts.close()
         self.runner.close()
         if self.profiler:
             self.profiler.close()
@@ -281,7 +319,10 @@ class EngineCore:
             tokens = self.runner.tokens(step)
         except Exception as error:  # noqa: BLE001 - as in _launch; on a GPU a kernel's fault surfaces here
             self._fail(step.plan, error)
-            return
+        else:
+            self._take_tokens(step, tokens)
+
+    def _take_tokens(self, step: Launched, tokens: list[list[int]]) -> None:
         now = time.monotonic()
         for request_id, logprobs in step.prompt_logprobs.items():
             if request_id in self._live:

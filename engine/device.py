@@ -39,3 +39,13 @@ class Arrival:
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+    @property
+    def here(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def hold_stream(self) -> None:
+        """What the current stream is given from now on comes after it."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)

@@ -153,7 +153,7 @@ class Scheduler:
         return self._planned(Batch(self._core, self._cost, self._gaps, self._turns).build(self._step, now))
 
     def schedule_prompts(self, now: float) -> StepPlan | None:
-        """Plan the next step of the lane of long prompts, which is computed beside the others and committed as they are;
+        """Plan the next step of the lane of long prompts, which is computed beside the others and committed like them;
         None while one is in flight, or if too few tokens of prompts wait."""
         if self.config.lane_tokens is None:
             return None
@@ -172,8 +172,8 @@ class Scheduler:
         """Take a step's tokens: `tokens[i]` is row i's, empty if it does not sample; else the drafts that were
         accepted, from the first one on, and the token sampled after them.
 
-        Steps of a lane are committed in order. Rows of requests that have ended since are ignored. An end-of-sequence or stop
-        token ends its request as "stop" and is not part of the output; the token that reaches max_tokens or the
+        Steps of a lane are committed in order. Rows of requests that have ended since are ignored. An end-of-sequence
+        or stop token ends its request as "stop" and is not part of the output; the token that reaches max_tokens or the
         length limit is. Tokens after the one that ended a request are dropped.
         """
         core = self._core

@@ -94,6 +94,11 @@ class CacheBackend(ABC):
         EngineError if it is elsewhere."""
         raise EngineError(f"{type(self).__name__} holds what it keeps outside a GPU's memory")
 
+    def beside(self) -> CacheBackend | None:
+        """Another of the same cache, for steps of prompts that are computed at the same time on another thread and
+        stream; None where there is none."""
+        return None
+
     @property
     @abstractmethod
     def kv_bytes_per_token(self) -> int:

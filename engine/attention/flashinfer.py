@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ from engine.errors import EngineError, UserError
 WORKSPACE_BYTES = 512 << 20  # 128 MiB are too few for a chunk of 512 rows over 2048 positions
 _PLAN_BYTES = 8 << 20  # arrays of one wrapper, on the GPU and again pinned on the CPU
 _PREFILL_WRAPPERS = 2  # fa2's and fa3's
+PREFILL_PLAN_BYTES = _PREFILL_WRAPPERS * _PLAN_BYTES
 HEAD_DIMS = (64, 128, 256)
 LATENT_SIZES = (512, 64)  # of the latent and of the rotated part
 PREFILLS = ("auto", "fa2", "fa3")
@@ -177,6 +179,15 @@ class FlashInferAttention(AttentionBackend):
         cuda: Any = torch.cuda
         self._copied: Any = cuda.Event()  # the arrays of the last plan have left the host
         self.notes = (self._choose_prefill(prefill, fa3_limit(capability, kv_dtype)),)
+
+    def beside(self) -> FlashInferAttention:
+        other = copy(self)
+        other._workspace = make_workspace(self._device)
+        other._prefill = other._prefill_wrapper("fa2")
+        other._long_prefill = None if self._long_prefill is None else other._prefill_wrapper("fa3")
+        other._decode, other._planned, other._slots = {}, [], None
+        other._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return other
 
     def _prefill_wrapper(self, backend: str) -> Any:
         return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,9 @@ class ReferenceAttention(AttentionBackend):
         self._sinks: dict[int, torch.Tensor] = {}
         self._token_bytes = len(layers) * spec.cache.position_bytes(dtype.itemsize)
         self._planned: tuple[BatchLayout, list[RowPlan]] | None = None
+
+    def beside(self) -> ReferenceAttention:
+        return copy(self)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -20,7 +20,10 @@ from engine.config import (
 )
 from engine.core import EngineCore
 from engine.diagnostics.profile import Profiler
+from engine.errors import EngineError
+from engine.experts.capabilities import needed
 from engine.experts.kt.backend import NO_EXPERT_LORA
+from engine.experts.streamed.streaming import StreamedPrompts
 from engine.kv_disk.files import Bytes
 from engine.launch.backends import make_backends
 from engine.launch.kv_store import KvStore
@@ -33,12 +36,14 @@ from engine.lora.reader_process import ReaderProcesses
 from engine.memory.idle import IdleMemory
 from engine.memory.limits import cpu_memory
 from engine.messages import FromEngine, Planned, Ready
+from engine.model.beside import model_beside
 from engine.model.load import Backends, Loader, Progress
 from engine.planning.drafts import make_drafter
 from engine.planning.expected import MachineRates, expected_of, measure
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
 from engine.ranks.group import ALONE, Group
 from engine.steps.graphs.padded import graph_blocker
+from engine.steps.lane import PromptLane
 from engine.steps.runner import ModelRunner
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
@@ -99,11 +104,14 @@ def _assemble(
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
     if backends.device.type == "cuda":
         runner.notes.append(f"steps of at most {plan.token_budget} tokens (--max-num-batched-tokens)")
+    lane = make_lane(plan, runner)
     decode = _decode_steps(runner, plan)
     if leader is not None:
         leader.begin(decode)
     pad_decode(runner, plan, decode, progress)
-    warm_up(runner, plan, progress)
+    warm_up(runner, plan, progress, long=lane is None)
+    if lane is not None:
+        warm_up(lane.runner, plan, progress, short=False)
     rates = _measured(plan, backends.pool, progress)
     if backends.cache is not None:
         backends.cache.own()
@@ -132,6 +140,7 @@ def _assemble(
             num_states=plan.memory.num_states,
             num_snapshots=plan.memory.num_snapshots,
             snapshot_blocks=plan.memory.snapshot_blocks,
+            lane_tokens=None if lane is None else lane_tokens(lane),
             **pace(plan),
         ),
         make_drafter(config),
@@ -168,7 +177,31 @@ def _assemble(
         expected={} if expected is None else expected.figures(),
         disk=disk,
         training_share=config.training_share,
+        prompts=lane,
     )
+
+
+def make_lane(plan: EnginePlan, runner: ModelRunner) -> PromptLane | None:
+    """What runs steps of long prompts beside the runner's."""
+    if plan.lane_blocker is not None:
+        if plan.lane_blocker:
+            runner.notes.append(f"long prompts are computed between decode steps: {plan.lane_blocker}")
+        return None
+    experts = needed(runner.model.expert_backends[0], StreamedPrompts)
+    model = model_beside(runner.model, experts, plan.token_budget)
+    if model is None:
+        return None
+    config = plan.config
+    beside = ModelRunner(model, runner.device, config.seed, bool(config.profile_dir), max_rows=config.max_num_seqs)
+    return PromptLane(beside, runner)
+
+
+def lane_tokens(lane: PromptLane) -> int:
+    """From how many tokens on a step of the lane takes less than the CPU would."""
+    threshold = needed(lane.runner.model.expert_backends[0], StreamedPrompts).threshold
+    if threshold is None:
+        raise EngineError("the lane of long prompts: no step has been tried")
+    return max(threshold, 2)
 
 
 def _overlaps(config: EngineConfig, backends: Backends) -> bool:
@@ -180,7 +213,10 @@ def load_runner(plan: EnginePlan, backends: Backends, group: Group, progress: Pr
     config = plan.config
     model = Loader(plan.source, backends, plan.token_budget, group).model(progress)
     tracing = bool(config.profile_dir)
-    runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs)
+    urgent = plan.lane_blocker is None
+    runner = ModelRunner(
+        model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs, urgent=urgent
+    )
     runner.spare_cpus = backends.spare_cpus
     if plan.memory.num_snapshots and plan.memory.snapshot_blocks:
         runner.idle_memory = IdleMemory(*_planes(model.attention_backends))
@@ -195,7 +231,7 @@ def pace(plan: EnginePlan) -> dict[str, Any]:
         found["initial_chunk"] = CPU_BATCHED_TOKENS
         if asked is None:
             found |= {"itl_target_s": GPU_ITL_TARGET_S, "itl_decode_steps": GPU_ITL_DECODE_STEPS}
-        if plan.placement.streams_prefill:
+        if plan.placement.streams_prefill and plan.lane_blocker is not None:
             found["long_chunk"] = 2 * CPU_BATCHED_TOKENS
     return found
 

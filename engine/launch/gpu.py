@@ -77,7 +77,8 @@ def gpu_backends(plan: EnginePlan) -> Backends:
             return inner
         limit = placement.expert_option("prefill_threshold", 0)
         threshold = None if limit == "auto" else int(limit)
-        return StreamedExperts(inner, model, dtype, device, threshold=threshold, **sizes)
+        lane = plan.lane_blocker is None
+        return StreamedExperts(inner, model, dtype, device, threshold=threshold, prompt_lane=lane, **sizes)
 
     def linears(of: torch.dtype, pack: Packer | None) -> Shared[LinearBackend]:
         return Shared(

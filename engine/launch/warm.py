@@ -21,12 +21,16 @@ SHORT = (5, 48)  # tokens: a GPU's kernels differ in their tiles, and are compil
 LONG = (320, 2048, 8192)  # where a GPU computes experts of such chunks
 
 
-def warm_up(runner: ModelRunner, plan: EnginePlan, progress: Progress) -> None:
-    """Where steps run on a GPU; of several, on each of them at once. EngineError: what failed, and which prompt."""
+def warm_up(
+    runner: ModelRunner, plan: EnginePlan, progress: Progress, *, short: bool = True, long: bool = True
+) -> None:
+    """Where steps run on a GPU; of several, on each of them at once. `short`, `long`: which prompts the runner may get.
+    EngineError: what failed, and which prompt."""
     if runner.device.type == "cpu":
         return
     most = min(plan.token_budget, plan.max_model_len)
-    lengths = [n for n in (*SHORT, *(LONG if computes_chunks(plan.placement) else ())) if n <= most]
+    wanted = (*(SHORT if short else ()), *(LONG if long and computes_chunks(plan.placement) else ()))
+    lengths = [n for n in wanted if n <= most]
     todo = [(n, slot) for n in lengths for slot in ((0, 1) if plan.config.max_adapter_slots else (0,))]
     stage = "Compiling kernels for prompts"
     for done, (tokens, slot) in enumerate(todo):

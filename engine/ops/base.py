@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,14 @@ from engine.attention.base import KvPlaces
 from engine.ops.greedy import NOT_FINITE, greedy_tokens, largest
 from engine.ops.rope import Rope
 
+P = TypeVar("P", bound="PlainOps")
+
 
 class Ops(Protocol):
+    def beside(self) -> Ops:
+        """The same operations, for steps that are computed at the same time on another thread and stream."""
+        ...
+
     """T tokens, H hidden, E experts, k = top-k. Tensors keep the activations' dtype unless said."""
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -110,6 +116,9 @@ class PlainOps:
     """What takes several calls of the others where no kernel does it at once."""
 
     qk_norm_rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    def beside(self: P) -> P:
+        return self
 
     def qk_norm_rope_keep(
         self,

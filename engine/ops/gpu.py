@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from copy import copy
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class GpuOps:
         self._router, self._fused_rows = fused.Router(device), fused.FUSED_ROWS
         self._greedy: dict[tuple[int, int], Any] = {}  # by rows at most and vocabulary
         self._narrow: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by address, of the router held there
+
+    def beside(self) -> GpuOps:
+        other = copy(self)
+        other._router, other._greedy = self._router.beside(), {}
+        return other
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, table)

@@ -5,6 +5,8 @@ the logits complete and chooses the experts; none waits for another. Everything 
 where transformers rounds. More rows are faster in several launches: each program would normalise its row again.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl
@@ -89,6 +91,9 @@ class Router:
 
     def __init__(self, device: torch.device) -> None:
         self._arrived = torch.zeros(FUSED_ROWS, dtype=torch.int32, device=device)  # 0 between launches
+
+    def beside(self) -> Router:
+        return Router(self._arrived.device)
 
     def __call__(
         self,

@@ -47,6 +47,7 @@ from engine.planning.gpu_memory import (
     hot_expert_bytes,
 )
 from engine.planning.kv_disk import KvDiskPlan, plan_kv_disk
+from engine.planning.lane import lane_blocker, lane_items
 from engine.planning.placement import Placement, check_training, choose, find_machine, kt_method, native_limits
 from engine.planning.precision import Precision, choose_precision
 from engine.planning.ranks import divide, rank_lines, ranks_cpu, ranks_gpu, ranks_threads
@@ -77,6 +78,11 @@ class EnginePlan:
     mixed_chunk: int | None = None  # prefill tokens beside decode rows at most; None: the token budget alone decides
     shard: Shard = WHOLE  # what `source` is of the model
     kv_disk: KvDiskPlan | None = None
+
+    @property
+    def lane_blocker(self) -> str | None:
+        """Why long prompts have no steps beside those of decode rows; None: they have."""
+        return lane_blocker(self.config, self.placement, self.source.config)
 
     @property
     def max_model_len(self) -> int:
@@ -268,6 +274,9 @@ def _plan(
             config, source.config, token_budget, element, placement.device, experts, placement.streams_prefill,
             _expert_bytes(config, source, placement, precision),
         )  # fmt: skip
+        if lane_blocker(config, placement, source.config) is None:
+            largest = _expert_bytes(config, source, placement, precision)
+            extra += lane_items(config, placement, source.config, inputs.gpu.name, token_budget, element, largest)
         if "gpu" in placement.used("_proj") and tiled_projections(inputs):
             extra.append(Item(inputs.gpu.name, Kind.STEP, "projections as numbers, long chunks", TABLE_BYTES))
         if disk is not None:

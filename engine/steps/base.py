@@ -67,8 +67,34 @@ class Runner(Protocol[S]):
         token after them; empty for a row that samples nothing or is among `step.failed`. Raises what failed in it."""
         ...
 
+    def ended(self, step: S) -> bool:
+        """Whether `tokens` would not wait."""
+        ...
+
     def close(self) -> None:
         """No step follows, and none is in flight."""
+        ...
+
+
+class PromptRunner(Protocol):
+    """Runs steps of long prompts, one at a time, while a `Runner` runs the others."""
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The step in flight."""
+        ...
+
+    def launch(self, plan: StepPlan, masks: Masks) -> None:
+        """Only hands the step over."""
+        ...
+
+    def take(self, masks: Masks) -> tuple[Launched, list[list[int]]] | None:
+        """The step and what `Runner.tokens` gives of it, once it has ended; None before. Raises what failed in it; then
+        nothing of it is in flight any more."""
+        ...
+
+    def close(self) -> None:
+        """Waits for the step in flight."""
         ...
 
 

@@ -67,7 +67,8 @@ class InFlight(Launched):
 
 
 class ModelRunner:
-    """What it needs of a request is in the plan; all it keeps is counts. `max_rows` requests at most are in a step."""
+    """What it needs of a request is in the plan; all it keeps is counts. `max_rows` requests at most are in a step.
+    `urgent`: its kernels go before those of other streams."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class ModelRunner:
         pool: _native.WorkerPool | None = None,
         *,
         max_rows: int,
+        urgent: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
@@ -98,7 +100,7 @@ class ModelRunner:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the weights were loaded on another stream
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)  # type: ignore[no-untyped-call]
 
     def pad_decode(self, max_rows: int, adapter_slots: int, scratch_block: int) -> PaddedDecode:
         """Run decode steps in padded sizes from now on; `capture` of what is returned, in `computing`, makes graphs."""
@@ -127,15 +129,21 @@ class ModelRunner:
 
     def launch_forward(self, plan: StepPlan, masks: Masks = NO_MASKS) -> InFlight:
         """`masks` of the requests that have some: which tokens they allow is asked when the step is sampled."""
+        return self.launch(plan, masks, None, None)
+
+    def launch(self, plan: StepPlan, masks: Masks, arrays: StepArrays | None, after: Arrival | None) -> InFlight:
+        """`arrays`: of the plan, where requests may change meanwhile. `after`: what the step is computed behind."""
         launched_s = time.monotonic()
         self.release(plan.idle)
         padded = self.padded if self.padded and self.padded.takes(plan) else None
         with self.computing():
+            if after is not None:
+                after.hold_stream()
             slots = {row.adapter_slot for row in plan.rows} - {0}
             self.model.begin_step(plan.num_tokens, lora=bool(slots), eager=padded is None, slots=slots)
             self._touched.begin()
             try:
-                step = self._launch(plan, padded, masks)
+                step = self._launch(plan, padded, masks, arrays)
             except Exception as error:
                 if self.leader is not None:
                     self.leader.lost(error)
@@ -149,6 +157,15 @@ class ModelRunner:
         """The point up to which steps have been launched."""
         with self._launching():
             return Arrival(self.device)
+
+    def ended(self, step: InFlight) -> bool:
+        """Whether `tokens` would not wait."""
+        return step.arrival is None or step.arrival.here
+
+    def settle(self) -> None:
+        """Wait until nothing of what was launched is computed any more."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def release(self, idle: Idle | None) -> None:
         """Before a step: memory that blocks and snapshots leave to each other goes back to the system."""
@@ -194,9 +211,9 @@ class ModelRunner:
         self.padded = None
         self.model.close()
 
-    def _launch(self, plan: StepPlan, padded: PaddedDecode | None, masks: Masks) -> InFlight:
+    def _launch(self, plan: StepPlan, padded: PaddedDecode | None, masks: Masks, arrays: StepArrays | None) -> InFlight:
         began = time.perf_counter()
-        arrays = StepArrays.of(plan, self._places)
+        arrays = arrays or StepArrays.of(plan, self._places)
         step = InFlight(plan, arrays=arrays)
         greedy = all(row.request.greedy for row in plan.rows if row.samples)
         greedy = greedy and not (masks and any(_masks(masks, row, i) for row, i in step.samples))

@@ -266,6 +266,8 @@ class Batch:
     def _room(self) -> Room:
         config = self._config
         budget = config.max_num_batched_tokens - len(self._rows)
+        if config.lane_tokens is not None and not self._background:
+            budget = min(budget, config.lane_tokens)  # a step of more is one of the lane of long prompts
         if self._allowed_s is not None:
             if self._rows and config.mixed_chunk is not None:
                 budget = min(budget, config.mixed_chunk)

@@ -1,5 +1,5 @@
-"""The lane of long prompts: steps of prompt chunks alone, computed beside the steps of decode rows, by other parts of the
-machine. They take what would hold decode rows up; short prompts stay with those.
+"""The lane of long prompts: steps of prompt chunks alone, computed beside the steps of decode rows by other parts of
+the machine. They take what would hold decode rows up; short prompts stay with those.
 
     decode rows     | step | step | step | step | step | step | ...     short prompts among them
     long prompts    | chunk               | chunk               | ...     one step in flight

@@ -503,8 +503,11 @@ class FakeEngine:
         assert self.disk.slots().isdisjoint(copies), "written while it is saved or fetched"
         size = self.config.block_size
         others = [p for p, _, _ in self.in_flight] + ([self.prompts[0]] if self.prompts else [])
-        assert all(other.prompts is plan.prompts or {row.request for row in other.rows}.isdisjoint(
-            row.request for row in plan.rows) for other in others), "in both lanes"
+        assert all(
+            other.prompts is plan.prompts
+            or {row.request for row in other.rows}.isdisjoint(row.request for row in plan.rows)
+            for other in others
+        ), "in both lanes"
         busy = self.disk.blocks()
         for row, table in zip(plan.rows, plan.block_tables, strict=True):
             assert row.request.request_id not in self.terminal

@@ -75,6 +75,9 @@ class NullRunner:
         time.sleep(max(0.0, step.ends_s - time.monotonic()))
         return [[] if row.request.request_id in step.failed else self._tokens(row) for row in step.plan.rows]
 
+    def ended(self, step: NullStep) -> bool:
+        return time.monotonic() >= step.ends_s
+
     def close(self) -> None:
         """There is nothing to close."""
 

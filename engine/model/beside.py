@@ -1,0 +1,52 @@
+"""A second model over the weights and the KV cache of a first one, for steps that are computed at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.attention.base import AttentionBackend
+from engine.experts.base import ExpertBackend, ExpertBuffers
+from engine.model.attention import GroupedQueryAttention
+from engine.model.causal_lm import CausalLM, Layer
+from engine.model.mlp import SparseMlp
+
+
+def model_beside(model: CausalLM, experts: ExpertBackend, max_rows: int) -> CausalLM | None:
+    """Whose routed experts are `experts`, for steps of up to `max_rows` rows; adapters are set on `model` alone. None
+    where its attention is for one step at a time."""
+    twins: dict[int, AttentionBackend] = {}
+    for backend in model.attention_backends:
+        twin = backend.beside()
+        if not isinstance(twin, AttentionBackend):
+            return None
+        twins[id(backend)] = twin
+    config = model.config
+    buffers = ExpertBuffers.allocate(
+        max_rows,
+        max(config.num_experts_per_tok, 1),
+        config.hidden_size,
+        model.dtype,
+        device=model.device if experts.buffers_on == "cuda" else None,
+    )
+
+    def beside(layer: Layer) -> Layer | None:
+        attention, mlp = layer.attention, layer.mlp
+        if not isinstance(attention, GroupedQueryAttention):
+            return None
+        if isinstance(mlp, SparseMlp):
+            mlp = replace(mlp, backend=experts, task=experts.bind(layer.index, buffers))
+        return replace(layer, attention=replace(attention, backend=twins[id(attention.backend)]), mlp=mlp)
+
+    layers = [made for layer in model.layers if (made := beside(layer)) is not None]
+    if len(layers) < len(model.layers):
+        return None
+    return CausalLM(
+        config,
+        model.ops.beside(),
+        model.embedding,
+        layers,
+        model.final_norm,
+        model.lm_head,
+        model.linears,
+        model.group,
+    )
