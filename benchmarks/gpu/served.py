@@ -38,6 +38,7 @@ from benchmarks.models.folder import write_folder
 from engine.config import EngineConfig
 from engine.device import Arrival
 from engine.launch.assemble import build
+from engine.launch.process import THREADS_S
 from engine.messages import Abort, Failed, FromEngine, MessageBatch, Refused, Submit, Tokens, encode
 from ktserve.settings import settings_of
 from scheduler.request import SamplingParams
@@ -72,8 +73,9 @@ class Served:
         self._count = 0
 
     def step(self) -> None:
-        """As the engine's process does it: what a step says is one frame."""
-        self.core.step()
+        """As the engine's process does it: what a step says is one frame, and threads get the interpreter."""
+        if not self.core.step():
+            time.sleep(THREADS_S)
         said, self._said = self._said, []
         encode(MessageBatch(messages=said))
         self._steps.append((time.perf_counter(), said))
