@@ -43,11 +43,11 @@ class Recorder:
         self._layer = self._copied = -1
         inner: Any = streamed
         self._begin_step, self._post = inner.begin_step, inner.post
-        self._copy, self._bring = inner._layers._copy, inner._layers._bring
-        self._run: Callable[..., None] = inner._compute.run
+        self._copy, self._bring = inner._streaming.layers._copy, inner._streaming.layers._bring
+        self._run: Callable[..., None] = inner._streaming._parts.compute.run
         inner.begin_step, inner.post = self.begin_step, self.post
-        inner._layers._copy, inner._layers._bring = self.copy, self.bring
-        inner._compute.run = self.run
+        inner._streaming.layers._copy, inner._streaming.layers._bring = self.copy, self.bring
+        inner._streaming._parts.compute.run = self.run
 
     def begin_step(self, rows: int, **how: Any) -> None:
         if rows > 1:  # not the decode step behind the prompt
@@ -135,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ktserve-bench-") as temporary:
         folder = write_folder(args.model or Path(temporary) / "model", {"num_hidden_layers": args.layers})
         flags = ["--gpu-experts", "none", "--max-num-seqs", "1", "--pack-cache", "off", *args.serve]
-        served = Served(served_config(folder, flags))
+        served = Served(served_config(folder, [*flags, "--prompt-lane", "off"]))
     streamed = model_runner(served.core).model.expert_backends[0]
     if not isinstance(streamed, StreamedExperts):
         raise SystemExit(f"experts by {type(streamed).__name__}: nothing is streamed here")

@@ -73,6 +73,10 @@ def _isa(config: EngineConfig, source: WeightSource, placement: Placement) -> st
     return "" if _native(placement) else "the native kernels compute nothing here"
 
 
+def _prompt_lane(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
+    return "" if placement.streams_prefill else "no long chunks' experts are streamed to a GPU here"
+
+
 def _only_for(backend: str) -> _Rule:
     def rule(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
         return "" if backend in placement.used(".mlp.experts") else f"no experts are on the {backend} backend"
@@ -147,6 +151,7 @@ _RULES: dict[str, _Rule] = {
     "cpu_threads": _threads,
     "cuda_graphs": _graphs,
     "kv_disk_dir": _kv_disk,
+    "prompt_lane": _prompt_lane,
     "snapshot_share": _snapshots,
     "expert_scaling": _scaling,
     "expert_b_layout": _scaling,

@@ -80,7 +80,7 @@ def test_a_streamed_step_is_recorded(native: NativeExperts, monkeypatch: Any) ->
     streamed = StreamedExperts(bridge, CONFIG, BF16, CPU, max_rows=8, max_slots=1, max_rank=16, threshold=4)
     for layer in range(LAYERS):
         streamed.add_source(layer, random_store(layer, CONFIG))
-    monkeypatch.setattr(streamed._compute, "run", lambda *_, lora: None)
+    monkeypatch.setattr(streamed._parts.compute, "run", lambda *_, lora: None)
     monkeypatch.setattr(timeline, "_event", _Clock())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     recorder = timeline.Recorder(streamed)

@@ -101,8 +101,8 @@ def test_a_streamed_layer_takes_hot_experts_from_where_they_are() -> None:
     streamed.begin_step(8, lora=False, eager=True)
     streamed.prefetch()
     for layer in (0, 1):
-        expert_slots = streamed._layers.take(layer).view(F32)
-        place = streamed._buffers[streamed._layers.number(layer)].place
+        expert_slots = streamed._streaming.layers.take(layer).view(F32)
+        place = streamed._streaming._buffers[streamed._streaming.layers.number(layer)].place
         assert place.shape == (SIZES["max_slots"] + 1, E) and (place == place[0]).all()
         assert sorted(place[0].tolist()) == list(range(E))
         for expert in range(E):
@@ -111,5 +111,5 @@ def test_a_streamed_layer_takes_hot_experts_from_where_they_are() -> None:
             moved = int(made.place(layer)[expert]) == marked
             seen = expert_slots[int(place[0, expert])]
             assert torch.equal(seen, torch.full_like(seen, 7.0) if moved else torch.cat(wanted))
-        streamed._layers.release(layer)
+        streamed._streaming.layers.release(layer)
     streamed.close()

@@ -33,14 +33,14 @@ def test_only_the_slots_of_the_step(slots: set[int] | None, copied: set[int]) ->
     for rows, eager in ((3, True), (8, False)):  # not streamed: nothing is copied
         streamed.begin_step(rows, lora=True, eager=eager, slots=slots)
         streamed.prefetch()
-        assert not streamed._buffers
+        assert not streamed._streaming._buffers
     streamed.begin_step(8, lora=slots != set(), eager=True, slots=slots)
-    assert not streamed._buffers[0].lora  # the step's inputs come first
+    assert not streamed._streaming._buffers[0].lora  # the step's inputs come first
     streamed.prefetch()
-    (first, other) = streamed._buffers
+    (first, other) = streamed._streaming._buffers
     assert set(first.lora) == copied and not other.lora
     assert {int(slot) for slot in first.address.any(1).nonzero().flatten()} == copied
     streamed.begin_step(8, lora=True, eager=True, slots={1})  # what slot 3 left behind is no longer pointed to
     streamed.prefetch()
-    assert {int(slot) for slot in streamed._buffers[0].address.any(1).nonzero().flatten()} == {1}
+    assert {int(slot) for slot in streamed._streaming._buffers[0].address.any(1).nonzero().flatten()} == {1}
     streamed.close()

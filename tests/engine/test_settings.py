@@ -49,6 +49,7 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "measure_bandwidth": ({"measure_bandwidth": True}, {"measure_bandwidth": True, **REFERENCE}),
     "kv_disk_dir": ({"kv_disk_dir": "somewhere", "kv_disk": "1GiB"}, {"kv_disk_dir": "somewhere"}),
     "snapshot_share": ({}, {"snapshot_share": 0.5}),
+    "prompt_lane": ({}, {"prompt_lane": "off"}),
     "cuda_graphs": ({"cuda_graphs": "padded"}, {"cuda_graphs": "off"}),
     "expert_scaling": ({"expert_scaling": "alpha/r", "adapters": [ADAPTER]}, {"expert_scaling": "alpha/r"}),
     "expert_b_layout": (
