@@ -160,7 +160,7 @@ class StreamedPrompts(ExpertBackend):
 
     @property
     def offers(self) -> tuple[object, ...]:
-        return (self._touched,)
+        return self._touched, self
 
     def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
         self._streaming.begin_step(lora=lora, slots=slots)
