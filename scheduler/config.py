@@ -17,7 +17,7 @@ class SchedulerConfig:
     the most prefill tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in
     another way: their time tells nothing of mixed ones. `lane_tokens`: prompts that miss so many tokens all together
     are computed in steps of their own beside the others (batching/prompts.py), each that misses so many there alone;
-    None: one step at a time is computed. `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each
+    None: one step at a time is computed. A step there has at most `lane_budget` tokens (None: as the others). `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each
     does (0: there is no disk), `disk_state_bytes` what a snapshot of states does.
     `num_states`: of a model whose layers keep states, how many sequences' there is room for (0: it keeps none),
     `num_snapshots`: of how many beginnings beside them at most, of which each takes the memory of `snapshot_blocks`
@@ -38,6 +38,7 @@ class SchedulerConfig:
     long_chunk: int | None = None
     mixed_chunk: int | None = None
     lane_tokens: int | None = None
+    lane_budget: int | None = None
     disk_bytes: int = 0
     disk_block_bytes: int = 0
     disk_state_bytes: int = 0
@@ -75,6 +76,8 @@ class SchedulerConfig:
             raise ValueError(f"mixed_chunk is {self.mixed_chunk}, must be at least 1")
         if self.lane_tokens is not None and self.lane_tokens < 2:
             raise ValueError(f"lane_tokens is {self.lane_tokens}, must be at least 2")
+        if self.lane_budget is not None and self.lane_budget < self.max_num_batched_tokens:
+            raise ValueError(f"lane_budget is {self.lane_budget}, must be at least max_num_batched_tokens")
         if self.lane_tokens is not None and self.num_states:
             raise ValueError("lane_tokens: layers that keep states are computed in one step at a time")
         for name in ("num_adapter_slots", "num_states", "num_snapshots", "snapshot_blocks"):

@@ -33,14 +33,14 @@ def lane_blocker(config: EngineConfig, placement: Placement, model: ModelConfig)
 def lane_items(
     config: EngineConfig, placement: Placement, model: ModelConfig, gpu: str, rows: int, element: int, expert_bytes: int
 ) -> Iterator[Item]:
-    """What a second step of `rows` tokens takes at the same time. `element`: bytes of an activation; `expert_bytes`: of
-    the largest expert on the GPU."""
+    """What a step of `rows` tokens takes beside one of long prompts. `element`: bytes of an activation; `expert_bytes`:
+    of the largest expert on the GPU."""
     step = rows * buffer_row_bytes(model)
-    yield Item(gpu, Kind.STEP, f"step of long prompts, {rows} tokens", step, step)
+    yield Item(gpu, Kind.STEP, f"step beside long prompts, {rows} tokens", step, step)
     if placement.used(".self_attn") == ["flashinfer"]:
         yield Item(gpu, Kind.OTHER, "attention workspace of long prompts", WORKSPACE_BYTES + PREFILL_PLAN_BYTES)
     if "hybrid" in placement.used(".mlp.experts"):
         sizes = Sizes.of(model)
         quantised = expert_bytes < sizes.expert_values * element
         scratch = GpuCompute.planned_bytes(sizes, element, rows, config.max_adapter_rank, quantised=quantised)
-        yield Item(gpu, Kind.STEP, "expert scratch of long prompts", scratch)
+        yield Item(gpu, Kind.STEP, "expert scratch beside long prompts", scratch)

@@ -85,6 +85,13 @@ class EnginePlan:
         return lane_blocker(self.config, self.placement, self.source.config)
 
     @property
+    def budgets(self) -> tuple[int, int | None]:
+        """Tokens of a step at most, and of one of long prompts beside it (None: there is none)."""
+        if self.lane_blocker is not None:
+            return self.token_budget, None
+        return min(self.token_budget, max(GPU_BATCHED_TOKENS, self.config.max_num_seqs)), self.token_budget
+
+    @property
     def max_model_len(self) -> int:
         return self.memory.max_model_len
 
@@ -276,7 +283,8 @@ def _plan(
         )  # fmt: skip
         if lane_blocker(config, placement, source.config) is None:
             largest = _expert_bytes(config, source, placement, precision)
-            extra += lane_items(config, placement, source.config, inputs.gpu.name, token_budget, element, largest)
+            beside = min(token_budget, max(GPU_BATCHED_TOKENS, config.max_num_seqs))
+            extra += lane_items(config, placement, source.config, inputs.gpu.name, beside, element, largest)
         if "gpu" in placement.used("_proj") and tiled_projections(inputs):
             extra.append(Item(inputs.gpu.name, Kind.STEP, "projections as numbers, long chunks", TABLE_BYTES))
         if disk is not None:

@@ -75,7 +75,8 @@ class PromptBatch(Batch):
         return False  # too long for this lane is none
 
     def _room(self) -> Room:
-        return _Room(self._config.max_num_batched_tokens, self._config.lane_tokens or 0)
+        config = self._config
+        return _Room(config.lane_budget or config.max_num_batched_tokens, config.lane_tokens or 0)
 
 
 class _Room(Room):

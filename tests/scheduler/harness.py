@@ -486,7 +486,8 @@ class FakeEngine:
         assert self.scheduler.stats()["blocks_used"] == 0
 
     def _check_plan(self, plan: StepPlan) -> None:
-        assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
+        budget = (plan.prompts and self.config.lane_budget) or self.config.max_num_batched_tokens
+        assert 0 < plan.num_tokens <= budget
         # the last token of a preempted request, found in the cache but for it, comes as a chunk of one
         streaming = any(row.is_decode and not row.request.num_preemptions for row in plan.rows)
         if streaming and self.config.itl_target_s is None and self.config.mixed_chunk is not None:

@@ -69,6 +69,7 @@ def run(
         values |= {"snapshot_blocks": rng.choice([0, 1, 3])}
     if lanes:
         values |= {"lane_tokens": random.Random(seed).choice([2, 4, 7, 20])}
+        values |= {"lane_budget": random.Random(seed + 1).choice([None, 64])}
     if states and disk is not None:
         values |= {"disk_state_bytes": 2, "disk_bytes": 2 + 2 * max(rng.choice([1, 3, 10, 100]), len(disk.kept))}
     settings = config(**{**values, **changes})
