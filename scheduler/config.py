@@ -17,8 +17,9 @@ class SchedulerConfig:
     the most prefill tokens of such a step. Steps of prefill alone with `long_chunk` tokens and more are computed in
     another way: their time tells nothing of mixed ones. `lane_tokens`: prompts that miss so many tokens all together
     are computed in steps of their own beside the others (batching/prompts.py), each that misses so many there alone;
-    None: one step at a time is computed. A step there has at most `lane_budget` tokens (None: as the others). `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each
-    does (0: there is no disk), `disk_state_bytes` what a snapshot of states does.
+    None: one step at a time is computed. A step there has at most `lane_budget` tokens (None: as the others).
+    `disk_bytes` is what blocks on disk may take, `disk_block_bytes` what each does (0: there is no disk),
+    `disk_state_bytes` what a snapshot of states does.
     `num_states`: of a model whose layers keep states, how many sequences' there is room for (0: it keeps none),
     `num_snapshots`: of how many beginnings beside them at most, of which each takes the memory of `snapshot_blocks`
     blocks (0: memory of its own).
