@@ -53,6 +53,7 @@ class Backends:
     cache: PackCache | None = None  # of packed weights
     pool: _native.WorkerPool | None = None  # its workers spin while a step runs
     spare_cpus: list[int] = field(default_factory=list)  # for all threads but a pool's own, if that is a matter
+    release: Callable[[], None] | None = None  # gives back what only loading needs
 
 
 class Loader:
@@ -78,6 +79,8 @@ class Loader:
         embedding = self.embedding(head)
         final_norm = self.vector("model.norm.weight")
         self.source.check_unchanged()
+        if self.backends.release is not None:
+            self.backends.release()
         return CausalLM(
             config=config,
             ops=self.backends.ops,
