@@ -136,5 +136,5 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         device=device,
         cache=cache if pooled else None,
         spare_cpus=spare_cpus(plan.threads) if pooled and not on_cpu else [],
-        release=pack.release,
+        packer=pack,
     )

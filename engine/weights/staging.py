@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from engine.device import Arrival
-from engine.weights.dequant import PIECE_VALUES, Piece
+from engine.weights.dequant import Piece
 from engine.weights.store import WeightTensor, pieces_of
 from engine.weights.threads import in_order, loading_threads
 
@@ -61,12 +61,14 @@ class Buffers:
 
     @torch.inference_mode(False)  # threads write to it, which are in no inference mode
     def _memory(self, num_bytes: int) -> torch.Tensor:
-        whole = torch.empty(num_bytes + _ALIGN, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        if self._device.type == "cuda":  # in pages
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        whole = torch.empty(num_bytes + _ALIGN, dtype=torch.uint8)
         return whole[-whole.data_ptr() % _ALIGN :][:num_bytes]
 
 
 class Staging:
-    """Of unpacked weights. Its buffers, of a piece in float32 at most, are made when they are first needed."""
+    """Of unpacked weights. Its buffers, of a piece each, are made when they are first needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,8 +97,9 @@ class Staging:
         self, weights: Sequence[WeightTensor], outs: Sequence[torch.Tensor]
     ) -> Iterator[Callable[[], tuple[int, Piece, int | None, torch.Tensor, Buffer]]]:
         for number, piece in pieces_of(weights):
-            buffer = self._buffers.next(4 * PIECE_VALUES)
-            values = buffer.memory[: piece.count * outs[number].element_size()].view(outs[number].dtype)
+            size = piece.count * outs[number].element_size()
+            buffer = self._buffers.next(size)
+            values = buffer.memory[:size].view(outs[number].dtype)
             yield partial(_fill, number, piece, values, buffer)
 
 
