@@ -34,11 +34,11 @@ from benchmarks import record
 from benchmarks.models.configs import QWEN3_30B_A3B
 from engine.architectures.config import ModelConfig
 from engine.architectures.registry import config_from_hf
+from engine.experts.capabilities import PackedWeights
 from engine.experts.gpu.backend import GpuExperts
 from engine.experts.gpu.layout import Sizes
 from engine.experts.gpu.source import PackedSource
 from engine.experts.native import NativeExperts
-from engine.experts.capabilities import PackedWeights
 from engine.files.model_file import ModelFile
 from engine.linear.gpu import GpuLinearBackend
 from engine.linear.native import NativeLinearBackend

@@ -19,8 +19,8 @@ from engine.linear.gpu_weights import Weights, joined
 from engine.linear.latent import TorchLatentUp
 from engine.lora.adapter import RANK_STEP, LoraPair, padded_rank
 from engine.weights.store import WeightTensor
-from engine.weights.tiled.packer import Packer
 from engine.weights.tiled.layout import Matrix, matrix_of
+from engine.weights.tiled.packer import Packer
 
 _COLUMNS = 64  # the kernels' column block: a joined projection begins at a multiple of it
 

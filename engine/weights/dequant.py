@@ -107,7 +107,9 @@ def dequantise(data: Bytes, type: str, shape: tuple[int, ...], dtype: torch.dtyp
     Raises ModelFileError as `pieces`.
     """
     out = unwritten(math.prod(shape), dtype=dtype)
-    calls = (partial(piece.into, out[piece.first : piece.first + piece.count]) for piece in pieces(whole(data), type, shape))
+    calls = (
+        partial(piece.into, out[piece.first : piece.first + piece.count]) for piece in pieces(whole(data), type, shape)
+    )
     with closing(in_order(calls)) as filled:
         for _ in filled:
             pass

@@ -34,7 +34,16 @@ from tests.native import blocks
 CPU = torch.device("cpu")
 TYPES = [*QUANTISABLE, *CRAFTED, *BLOCKS]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EXTREME = (b"\xff", b"\x7f", b"\x00\x7c", b"\x00\xfc", b"\x80\x7f", b"\x80\xff", b"\x00\x80\x7f\x7f", b"\x00\xf0\x7f\x47")
+EXTREME = (
+    b"\xff",
+    b"\x7f",
+    b"\x00\x7c",
+    b"\x00\xfc",
+    b"\x80\x7f",
+    b"\x80\xff",
+    b"\x00\x80\x7f\x7f",
+    b"\x00\xf0\x7f\x47",
+)
 
 
 def raw_blocks(type: str, rows: int, k: int, seed: int) -> npt.NDArray[np.uint8]:
@@ -101,7 +110,9 @@ def stored(tmp_path: Path) -> Callable[[str, int, int, int], tuple[list[WeightTe
         path.write_bytes(b"".join(part.tobytes() for part in parts))
         file, size = ModelFile(path), parts[0].nbytes
         held: list[Bytes] = [file.bytes(at * size, size) for at in range(count)]
-        held[1::3] = [MadeBytes((data,), size, partial(_read, data)) for data in held[1::3] if isinstance(data, FileBytes)]
+        held[1::3] = [
+            MadeBytes((data,), size, partial(_read, data)) for data in held[1::3] if isinstance(data, FileBytes)
+        ]
         in_file = [WeightTensor(f"w{i}", (n, k), type, data) for i, data in enumerate(held)]
         return in_file, [WeightTensor(f"w{i}", (n, k), type, data) for i, data in enumerate(parts)]
 

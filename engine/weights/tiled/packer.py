@@ -85,7 +85,13 @@ class Packer:
             first += len(places)
 
     def _packed(
-        self, weights: Sequence[WeightTensor], form: str, file: ModelFile | None, places: list[int], begin: int, end: int
+        self,
+        weights: Sequence[WeightTensor],
+        form: str,
+        file: ModelFile | None,
+        places: list[int],
+        begin: int,
+        end: int,
     ) -> torch.Tensor:
         """Panels [begin, end) of each matrix, uint8 [B, bytes] on the device."""
         native: Any = importlib.import_module("native._native")
