@@ -73,7 +73,8 @@ class Piece:
         """Reads them into `out`, [count] of a floating type in the CPU's memory; the first of the tensor's values that
         is NaN or infinite there, if one of these is. Numbers are judged by their bits, while they are in a cache."""
         if self.type not in _FLOATS:
-            out.copy_(_values(self.data[:], self.type))
+            with np.errstate(invalid="ignore", over="ignore"):
+                out.copy_(_values(self.data[:], self.type))
             return self._in_tensor(first_nonfinite(out))
         if _FLOATS[self.type] is out.dtype:
             raw = out.view(torch.uint8).numpy()
