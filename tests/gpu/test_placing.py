@@ -51,6 +51,7 @@ def test_numbers_arrive(type: str, piece: int, tmp_path: Path) -> None:
 def test_packed_ones_arrive(type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the CPU; two buffers, of which each is used many times."""
     monkeypatch.setattr("engine.weights.tiled.packer._AT_ONCE", 2 * N * K)
+    monkeypatch.setattr("engine.weights.tiled.packer._NUMBERS_AT_ONCE", 2 * N * K)
     weights = in_file(tmp_path, type)
     matrix = matrix_of(weights[0], 2, None)
     outs = []

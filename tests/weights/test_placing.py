@@ -129,6 +129,7 @@ def test_any_way_into_a_device_s_memory_gives_the_file_s_values(
     type: str, at_once: int, stored: Callable[..., tuple[list[WeightTensor], ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packer, "_AT_ONCE", at_once)
+    monkeypatch.setattr(packer, "_NUMBERS_AT_ONCE", at_once)
     in_file, in_memory = stored(type, 7, 40, 512)
     matrix = matrix_of(in_memory[0], 2, None)
     outs = []

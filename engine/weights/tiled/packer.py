@@ -23,7 +23,10 @@ from native.topology import make_pool
 if TYPE_CHECKING:
     from native import _native
 
-_AT_ONCE = 1 << 25  # values that are packed at a time: bounds what it takes beside, several bytes each on the device
+# Values that are packed at a time, to be tiles and to be numbers: bounds what it takes beside, of tiles several bytes
+# each on the device, of numbers some dozens.
+_AT_ONCE = 1 << 25
+_NUMBERS_AT_ONCE = 1 << 22
 
 
 class Packer:
@@ -48,10 +51,11 @@ class Packer:
         if form is None:
             self._staging.put(weights, out.view(dtype).unbind())
             return
-        panels = matrix.rows // PANEL if not matrix.plain else -(-matrix.n // PANEL)
-        for file, places, first in self._runs(weights, max(1, _AT_ONCE // (matrix.n * matrix.k))):
+        panels = matrix.rows // PANEL
+        most = _NUMBERS_AT_ONCE if matrix.plain else _AT_ONCE
+        for file, places, first in self._runs(weights, max(1, most // (matrix.n * matrix.k))):
             some, targets = weights[first : first + len(places)], out[first : first + len(places)]
-            step = max(1, _AT_ONCE // (len(some) * matrix.k * PANEL))
+            step = max(1, most // (len(some) * matrix.k * PANEL))
             for begin in range(0, panels, step):
                 end = min(begin + step, panels)
                 packed = self._packed(some, form, file, places, begin, end)

@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "gemm/kernels.hpp"
@@ -28,7 +29,9 @@ void pack(WorkerPool& pool, const std::string& type, const std::string& format, 
     throw std::invalid_argument("panels " + std::to_string(first) + " to " + std::to_string(last) + " of " +
                                 std::to_string(panels_of(n)));
   }
-  constexpr int64_t step = 4;
+  constexpr int64_t read_bytes = 1 << 18;  // of a work item: large enough for disks, small enough for caches
+  const int64_t read = kPanel * (k / source.block) * source.block_bytes;
+  const int64_t step = std::clamp<int64_t>(read_bytes / read, 1, 64);
   const int64_t size = panel_size(target, k), steps = (last - first + step - 1) / step;
   pool.parallel_for(static_cast<int64_t>(data.size()) * steps, [&](int64_t item, int) {
     const int64_t matrix = item / steps;

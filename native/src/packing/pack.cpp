@@ -176,7 +176,7 @@ void pack_panels(const SourceType& source, Format target, const uint8_t* data, i
 
 void pack_panels(const SourceType& source, Format target, const SourceRows& rows, int64_t n, int64_t k, int64_t first,
                  int64_t last, uint8_t* out) {
-  thread_local std::vector<uint8_t> scratch;  // some rows: 64 at most
+  thread_local std::vector<uint8_t> scratch;  // some rows
   const int64_t row_bytes = k / source.block * source.block_bytes;
   const int64_t begin = first * kPanel * row_bytes;
   const int64_t end = std::min(last * kPanel, n) * row_bytes;
