@@ -12,7 +12,8 @@ numbers     dequantised to bfloat16 on the CPU (tables, reference backend)
 native      packed for the CPU's kernels: experts; `linear` the same bytes as one projection
 gpu         the layer's experts as the GPU has them: through pinned memory, with `--device cpu` on the CPU itself
 gpu-linear  one projection likewise
-pin         packed experts pinned for copies to the GPU, as hybrid experts and streamed prefill have them (bytes packed)
+hot         packed experts of the CPU's kernels to the GPU, four at a time, as hybrid experts begin (bytes packed)
+pin         packed experts pinned for that, and for streamed prefill (bytes packed)
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from engine.architectures.registry import config_from_hf
 from engine.experts.capabilities import PackedWeights
 from engine.experts.gpu.backend import GpuExperts
 from engine.experts.gpu.layout import Sizes
-from engine.experts.gpu.source import PackedSource
+from engine.experts.gpu.source import PackedLayer, PackedSource
 from engine.experts.native import NativeExperts
 from engine.files.model_file import ModelFile
 from engine.linear.gpu import GpuLinearBackend
@@ -118,18 +119,29 @@ class Ways:
         yield "gpu", size, self._gpu
         projection = GpuLinearBackend(BF16, self.device, 1, 16, None, self.packer)
         yield "gpu-linear", rows.num_bytes, partial(projection.load, "p", rows, None)
+        experts = NativeExperts(self.config, BF16, pool)
+        experts.load_layer(0, self.store)
+        packed = next(offer for offer in experts.offers if isinstance(offer, PackedWeights))
+        source = PackedSource(packed, Sizes.of(self.config), self.device)
+        yield "hot", experts.num_bytes, partial(self._hot, source.add(0))
+        source.close()
         if self.device.type == "cuda":
-            experts = NativeExperts(self.config, BF16, pool)
-            experts.load_layer(0, self.store)
-            yield "pin", experts.num_bytes, partial(self._pin, experts)
+            yield "pin", experts.num_bytes, partial(self._pin, source)
 
     def _gpu(self) -> None:
         made = GpuExperts(self.config, BF16, self.device, pack=self.packer, **self.sizes)
         made.load_layer(0, self.store)
 
-    def _pin(self, experts: NativeExperts) -> None:
-        packed = next(offer for offer in experts.offers if isinstance(offer, PackedWeights))
-        source = PackedSource(packed, Sizes.of(self.config), self.device)
+    def _hot(self, layer: PackedLayer) -> None:
+        at_once, layout = 4, layer.layout(BF16.itemsize)
+        staging = torch.empty(at_once * layer.expert_bytes, dtype=torch.uint8, device=self.device)
+        slots = torch.empty(self.config.num_experts, layout.num_bytes, dtype=torch.uint8, device=self.device)
+        for first in range(0, len(slots), at_once):
+            some = range(first, min(first + at_once, len(slots)))
+            layer.bring_each([(layer, expert) for expert in some], staging)
+            layer.convert(len(some), slots[some.start : some.stop], staging, BF16)
+
+    def _pin(self, source: PackedSource) -> None:
         source.add(0)
         source.close()
 
