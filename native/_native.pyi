@@ -133,6 +133,22 @@ def pack(pool: WorkerPool, type: str, format: str, data: int, n: int, k: int, ou
     Packs a matrix [n, k] of a GGML type from address `data` to address `out` (64-byte aligned).
     """
 
+def pack_panels(
+    pool: WorkerPool,
+    type: str,
+    format: str,
+    data: Sequence[int],
+    n: int,
+    k: int,
+    first: int,
+    last: int,
+    out: int,
+    file: int = -1,
+) -> None:
+    """
+    Packs panels [first, last) of matrices [n, k] of a GGML type from addresses, or, with `file`, from where they begin there, to address `out` (64-byte aligned), one matrix's behind the other's.
+    """
+
 def unpack(format: str, packed: int, k: int, first: int, last: int, out: int) -> None:
     """Float32 values of rows [first, last) of a packed matrix."""
 

@@ -24,7 +24,7 @@ from engine.files.model_file import Bytes
 from engine.lora.adapter import ExpertLora
 from engine.weights.pack_cache import PackCache, PackKey
 from engine.weights.packed import QUANTISED_FORMATS, naming, packed_bytes, packed_format, plain_format, sources
-from engine.weights.store import ExpertStore, WeightTensor
+from engine.weights.store import ExpertStore, WeightTensor, dequantised
 from native.topology import make_pool, pool_groups
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class NativeExperts(ExpertBackend):
         if self._native.has_source_type(kind):
             return kind, [weight.data for weight in experts]
         plain, dtype = ("F32", torch.float32) if self._weight_dtype == torch.float32 else ("BF16", torch.bfloat16)
-        return plain, [weight.dequantise(dtype).contiguous().view(torch.uint8).numpy() for weight in experts]
+        return plain, [values.view(torch.uint8).numpy() for values in dequantised(experts, dtype)]
 
     def _bias(self, bias: WeightTensor, name: str) -> torch.Tensor:
         """Contiguous float32 [E, out]."""

@@ -36,8 +36,12 @@ class ModelFile:
     def read(self, start: int, num_bytes: int) -> npt.NDArray[np.uint8]:
         """Exactly these bytes, in memory of their own. ModelFileError if the file has become shorter."""
         content = np.empty(num_bytes, np.uint8)
-        read_into(self.fd, self.path, start, content.data)
+        self.read_into(start, content)
         return content
+
+    def read_into(self, start: int, place: npt.NDArray[np.uint8]) -> None:
+        """The bytes from `start` on into contiguous memory. ModelFileError if the file has become shorter."""
+        read_into(self.fd, self.path, start, place.data)
 
     def small(self, start: int, num_bytes: int) -> bytes:
         """The same of a few pages, at a fraction of the cost of a call."""
@@ -106,6 +110,14 @@ def made_of(data: Bytes, num_bytes: int, make: Callable[[], npt.NDArray[np.uint8
 def whole(data: Bytes) -> npt.NDArray[np.uint8] | FileBytes:
     """What may be read piece by piece: made bytes are made at once."""
     return data[:] if isinstance(data, MadeBytes) else data
+
+
+def put(data: npt.NDArray[np.uint8] | FileBytes, place: npt.NDArray[np.uint8]) -> None:
+    """All of the bytes into contiguous memory for as many."""
+    if isinstance(data, FileBytes):
+        data.file.read_into(data.start, place)
+    else:
+        place[:] = data
 
 
 def part(data: Bytes, wanted: slice) -> Bytes:

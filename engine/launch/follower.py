@@ -75,11 +75,14 @@ def _serve(orders: Connection, slots: socket.socket) -> NoReturn:
 
 
 def _load(plan: EnginePlan, shard: Shard, store: str) -> tuple[ModelRunner, Ranks]:
-    backends = make_backends(plan)
-    if backends.spare_cpus:  # beside rank 0's pool
-        os.sched_setaffinity(0, backends.spare_cpus)
+    backends, cpus = make_backends(plan), os.sched_getaffinity(0)
+    spare = backends.spare_cpus or cpus  # beside rank 0's pool, which has not begun to spin
+    os.sched_setaffinity(0, spare)  # the group's threads have what this one has
     group = Ranks(shard.rank, shard.size, backends.device, store, plan.config.tensor_parallel_sums)
-    return load_runner(plan, backends, group, lambda *_: None), group
+    os.sched_setaffinity(0, cpus)  # all of them read weights
+    runner = load_runner(plan, backends, group, lambda *_: None)
+    os.sched_setaffinity(0, spare)
+    return runner, group
 
 
 def _begin(orders: Connection) -> Begin:

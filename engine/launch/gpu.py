@@ -41,7 +41,7 @@ from engine.ops.base import Ops, TorchOps
 from engine.ops.gpu import GpuOps
 from engine.planning.placement import kt_method
 from engine.planning.plan import EnginePlan
-from engine.weights.tiled.convert import Packer
+from engine.weights.tiled.packer import Packer
 from native.topology import make_pool, spare_cpus
 
 
@@ -137,4 +137,5 @@ def gpu_backends(plan: EnginePlan) -> Backends:
         device=device,
         cache=cache if pooled else None,
         spare_cpus=spare_cpus(plan.threads) if pooled and not on_cpu else [],
+        packer=pack,
     )

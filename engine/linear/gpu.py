@@ -19,8 +19,8 @@ from engine.linear.gpu_weights import Weights, joined
 from engine.linear.latent import TorchLatentUp
 from engine.lora.adapter import RANK_STEP, LoraPair, padded_rank
 from engine.weights.store import WeightTensor
-from engine.weights.tiled.convert import Packer
 from engine.weights.tiled.layout import Matrix, matrix_of
+from engine.weights.tiled.packer import Packer
 
 _COLUMNS = 64  # the kernels' column block: a joined projection begins at a multiple of it
 
@@ -262,10 +262,15 @@ class GpuLinearBackend(LinearBackend):
         added = None if bias is None else bias.dequantise(self.dtype).to(self.device)
         matrix = None if self._pack is None else matrix_of(weight, self.dtype.itemsize, self._quantise)
         if self._pack is None or matrix is None or matrix.plain:
-            held = Weights(self.dtype, weight.dequantise(self.dtype).to(self.device), (), added)
+            held = Weights(self.dtype, self._dense(weight), (), added)
         else:
             held = Weights(self.dtype, None, ((matrix, self._tiles(self._pack, weight, matrix)),), added)
         return GpuLinear(name, _Product(held, [0], self._slots, self._rank), held.shape[0], self._slots, self._rank)
+
+    def _dense(self, weight: WeightTensor) -> torch.Tensor:
+        if self._pack is None:
+            return weight.dequantise(self.dtype).to(self.device)
+        return self._pack.dense(weight, self.dtype)
 
     def _tiles(self, pack: Packer, weight: WeightTensor, matrix: Matrix) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -275,8 +280,7 @@ class GpuLinearBackend(LinearBackend):
 
     def latent_up(self, name: str, weight: WeightTensor, heads: int, nope: int) -> LatentUp:
         """Dequantised."""
-        dense = weight.dequantise(self.dtype).to(self.device)
-        return GpuLatentUp(name, dense, heads, nope, self._slots, self._rank)
+        return GpuLatentUp(name, self._dense(weight), heads, nope, self._slots, self._rank)
 
     def embedding(self, name: str, weight: WeightTensor, head: Linear | None) -> Embedding | None:
         matrix = embedding_matrix(weight, self.dtype.itemsize)

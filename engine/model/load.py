@@ -30,6 +30,7 @@ from engine.ranks.group import ALONE, Group
 from engine.weights.layout import EMBED, HEAD
 from engine.weights.pack_cache import PackCache
 from engine.weights.store import WeightSource
+from engine.weights.tiled.packer import Packer
 
 if TYPE_CHECKING:
     from native import _native
@@ -53,6 +54,7 @@ class Backends:
     cache: PackCache | None = None  # of packed weights
     pool: _native.WorkerPool | None = None  # its workers spin while a step runs
     spare_cpus: list[int] = field(default_factory=list)  # for all threads but a pool's own, if that is a matter
+    packer: Packer | None = None  # brings weights into the GPU's memory; what it needs for that goes after loading
 
 
 class Loader:
@@ -78,6 +80,8 @@ class Loader:
         embedding = self.embedding(head)
         final_norm = self.vector("model.norm.weight")
         self.source.check_unchanged()
+        if self.backends.packer is not None:
+            self.backends.packer.release()
         return CausalLM(
             config=config,
             ops=self.backends.ops,
@@ -126,7 +130,9 @@ class Loader:
         if made is not None:
             return made
         dtype = torch.bfloat16 if tensor.type == "BF16" and backends.packs_bf16 else backends.dtype
-        return TableEmbedding(tensor.dequantise(dtype).to(backends.device), backends.ops.embed)
+        packer = backends.packer
+        table = tensor.dequantise(dtype).to(backends.device) if packer is None else packer.dense(tensor, dtype)
+        return TableEmbedding(table, backends.ops.embed)
 
     def buffers(self, backend: ExpertBackend) -> ExpertBuffers:
         """One set for all layers whose experts are in the same memory."""

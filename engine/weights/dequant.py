@@ -1,4 +1,4 @@
-"""Stored tensors into torch tensors, a piece at a time so that the float32 stage stays small.
+"""Stored tensors into torch tensors, a piece at a time so that the float32 stage stays small, pieces on all threads.
 
 The quantised types' arithmetic is that of the gguf package (`gguf.quants`), llama.cpp's own reference in Python.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 
 import gguf
 import numpy as np
@@ -15,10 +18,11 @@ import torch
 
 from engine.errors import ModelFileError
 from engine.files.gguf.types import READABLE, GGMLType, by_name
-from engine.files.model_file import Bytes, whole
+from engine.files.model_file import Bytes, FileBytes, part, put, whole
 from engine.weights import scaled_blocks as made
+from engine.weights.threads import in_order
 
-_CHUNK = 1 << 19  # values; a multiple of every block
+PIECE_VALUES = 1 << 20  # a multiple of every block
 
 _Piece = npt.NDArray[np.uint8]
 
@@ -46,32 +50,77 @@ _SCALES: dict[str, tuple[int, ...]] = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
-_EXPONENT: dict[str, tuple[str, int]] = {  # word and exponent mask
-    "F32": ("u4", 0x7F800000),
-    "F16": ("u2", 0x7C00),
-    "BF16": ("u2", 0x7F80),
+# The bits of infinity, which those of NaN exceed, all of them but for the sign.
+_INFINITY: dict[str, int] = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
+# From where on a value is rounded to infinity in a type with less range.
+_TOO_LARGE: dict[tuple[str, torch.dtype], int] = {
+    ("F32", torch.bfloat16): 0x7F7F8000,
+    ("F32", torch.float16): 0x477FF000,
+    ("BF16", torch.float16): 0x4780,
 }
 
 
-def dequantise(data: Bytes, type: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """uint8 `data` of a GGML type -> a fresh tensor of `shape` in a floating `dtype`, owning its memory.
+@dataclass(frozen=True)
+class Piece:
+    """Values [first, first + count) of a stored tensor, not read yet: whole blocks."""
 
-    Raises ModelFileError for a type that cannot be read or data of another size than type and shape need.
-    """
+    data: npt.NDArray[np.uint8] | FileBytes
+    type: str
+    first: int
+    count: int
+
+    def into(self, out: torch.Tensor) -> int | None:
+        """Reads them into `out`, [count] of a floating type in the CPU's memory; the first of the tensor's values that
+        is NaN or infinite there, if one of these is. Numbers are judged by their bits, while they are in a cache."""
+        if self.type not in _FLOATS:
+            with np.errstate(invalid="ignore", over="ignore"):
+                out.copy_(_values(self.data[:], self.type))
+            return self._in_tensor(first_nonfinite(out))
+        if _FLOATS[self.type] is out.dtype:
+            raw = out.view(torch.uint8).numpy()
+            put(self.data, raw)
+        else:
+            raw = self.data[:] if isinstance(self.data, FileBytes) else self.data.copy()
+            out.copy_(torch.from_numpy(raw).view(_FLOATS[self.type]))
+        limit = _TOO_LARGE.get((self.type, out.dtype), _INFINITY[self.type])
+        return self._in_tensor(_first_reaching(raw, self.type, limit))
+
+    def _in_tensor(self, index: int | None) -> int | None:
+        return None if index is None else self.first + index
+
+
+def pieces(data: npt.NDArray[np.uint8] | FileBytes, type: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """A tensor's, in their order. ModelFileError for a type that cannot be read or data of another size than type and
+    shape need."""
     _check(data, type, shape)
-    out = torch.empty(math.prod(shape), dtype=dtype)
-    at = 0
-    if _FLOATS.get(type) is dtype:
-        raw = out.view(torch.uint8).numpy()
-        for piece in _pieces(data, type):
-            raw[at : at + len(piece)] = piece
-            at += len(piece)
-        return out.reshape(shape)
-    for piece in _pieces(data, type):
-        values = _values(piece, type)
-        out[at : at + len(values)].copy_(values)
-        at += len(values)
+    kind, count = _kind(type), math.prod(shape)
+    for first in range(0, count, PIECE_VALUES):
+        some = min(PIECE_VALUES, count - first)
+        begin, end = (at // kind.block * kind.size for at in (first, first + some))
+        held = part(data, slice(begin, end))
+        yield Piece(whole(held), type, first, some)
+
+
+def dequantise(data: Bytes, type: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """uint8 `data` of a GGML type -> a fresh tensor of `shape` in a floating `dtype`, owning its memory. Values may be
+    NaN or infinite.
+
+    Raises ModelFileError as `pieces`.
+    """
+    out = unwritten(math.prod(shape), dtype=dtype)
+    calls = (
+        partial(piece.into, out[piece.first : piece.first + piece.count]) for piece in pieces(whole(data), type, shape)
+    )
+    with closing(in_order(calls)) as filled:
+        for _ in filled:
+            pass
     return out.reshape(shape)
+
+
+def unwritten(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """For threads to write to, which are in no inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(*shape, dtype=dtype)
 
 
 def nonfinite(data: Bytes, type: str, shape: tuple[int, ...]) -> int:
@@ -79,8 +128,9 @@ def nonfinite(data: Bytes, type: str, shape: tuple[int, ...]) -> int:
 
     Kernels that quantise or accumulate in integers turn such a value into finite nonsense, so backends ask first.
     """
-    _check(data, type, shape)
-    return sum(_bad(piece, type) for piece in _pieces(data, type))
+    found = pieces(whole(data), type, shape)
+    with closing(in_order(partial(_count_bad, piece) for piece in found)) as counts:
+        return sum(counts)
 
 
 def first_nonfinite(values: torch.Tensor) -> int | None:
@@ -90,8 +140,8 @@ def first_nonfinite(values: torch.Tensor) -> int | None:
     `isfinite` (8.6 and 0.83 GB/s of float32 on one thread, 6.1 and 0.31 of bfloat16).
     """
     flat = values.flatten()
-    for at in range(0, flat.numel(), _CHUNK):
-        chunk = flat[at : at + _CHUNK]
+    for at in range(0, flat.numel(), PIECE_VALUES):
+        chunk = flat[at : at + PIECE_VALUES]
         if not torch.isfinite(torch.stack(torch.aminmax(chunk))).all():
             return at + int((~torch.isfinite(chunk)).nonzero()[0])
     return None
@@ -105,38 +155,42 @@ def _check(data: Bytes, type: str, shape: tuple[int, ...]) -> None:
         raise ModelFileError(f"{data.nbytes} bytes are not a {type} tensor of shape {list(shape)}")
 
 
-def _pieces(data: Bytes, type: str) -> Iterator[_Piece]:
-    kind, held = _kind(type), whole(data)
-    step = _CHUNK // kind.block * kind.size
-    return (held[at : at + step] for at in range(0, held.nbytes, step))
-
-
 def _kind(type: str) -> GGMLType:
     return made.BLOCKS[type] if type in made.BLOCKS else by_name(type)
 
 
 def _values(piece: _Piece, type: str) -> torch.Tensor:
-    """One dimension, float32 or the stored float type."""
-    if type in _FLOATS:
-        return torch.from_numpy(piece.copy()).view(_FLOATS[type])
+    """Float32 of a quantised type, in one dimension."""
     if type in made.BLOCKS:
         return torch.from_numpy(made.values(piece, type))
     values = gguf.quants.dequantize(piece.reshape(1, -1), gguf.GGMLQuantizationType[type])
     return torch.from_numpy(values.reshape(-1))
 
 
-def _bad(piece: _Piece, type: str) -> int:
-    if type in _EXPONENT:
-        word, mask = _EXPONENT[type]
-        return int(np.count_nonzero((piece.view(word) & mask) == mask))
+def _first_reaching(raw: _Piece, type: str, limit: int) -> int | None:
+    """The first number whose bits but for the sign reach `limit`. Two reductions, which numpy has vectorised, tell
+    that there is none: the largest as signed numbers is a positive one, as unsigned ones a negative one."""
+    size = 4 if type == "F32" else 2
+    words, sign = raw.view(f"u{size}"), 1 << 8 * size - 1
+    if raw.view(f"i{size}").max() < limit and words.max() < sign + limit:
+        return None
+    return int(np.argmax((words & (sign - 1)) >= limit))
+
+
+def _count_bad(piece: Piece) -> int:
+    data, type = piece.data[:], piece.type
+    if type in _INFINITY:
+        if _first_reaching(data, type, _INFINITY[type]) is None:
+            return 0
+        return int(np.count_nonzero((data.view("u4" if type == "F32" else "u2") & _INFINITY[type]) == _INFINITY[type]))
     if type in made.BLOCKS:
-        return made.nonfinite(piece, type)
-    blocks = piece.reshape(-1, by_name(type).size)
+        return made.nonfinite(data, type)
+    blocks = data.reshape(-1, by_name(type).size)
     if type in _SCALES:
         scales = np.concatenate([blocks[:, at : at + 2] for at in _SCALES[type]], axis=1).view(np.uint16)
         bad = (scales & 0x7C00) == 0x7C00
     elif type == "NVFP4":
         bad = blocks[:, :4] & 0x7F == 0x7F  # E4M3: all ones is NaN
     else:
-        bad = ~np.isfinite(_values(piece, type).numpy().reshape(len(blocks), -1))
+        bad = ~np.isfinite(_values(data, type).numpy().reshape(len(blocks), -1))
     return int(np.count_nonzero(bad.any(axis=1)))

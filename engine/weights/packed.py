@@ -11,6 +11,7 @@ from typing import Any
 from engine.errors import ModelFileError
 from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile
 from engine.weights.store import WeightTensor
+from engine.weights.threads import made_ahead
 
 QUANTISED_FORMATS = {"int8": "i8", "int4": "i4m"}  # by what `quantise` says; the same as Q8_0 and Q4_1
 _FLOATS = ("F32", "F16", "BF16")
@@ -53,18 +54,15 @@ def packed_bytes(weight: WeightTensor, plain: str) -> int:
 def sources(parts: Sequence[Bytes]) -> Iterator[tuple[ModelFile | None, list[int]]]:
     """What the kernels that pack read: runs of parts of one file, each with where its parts begin there; or None and
     addresses. The parts must outlive the packing; what is in memory must be contiguous. Bytes that must be made are
-    runs of one part, and are gone when the next is asked for."""
-    for key, run in groupby(parts, key=lambda data: data.file if isinstance(data, FileBytes) else _made(data)):
-        if isinstance(key, MadeBytes):
-            for _ in run:
-                made = key[:]
+    runs of one part, made on threads ahead of their turn, and are gone when the next is asked for."""
+    for key, run in groupby(parts, key=lambda data: data.file if isinstance(data, FileBytes) else type(data)):
+        some = list(run)
+        if key is MadeBytes:
+            for made in made_ahead(some):
                 yield None, [_address(made)]
             continue
-        yield key, [data.start if isinstance(data, FileBytes) else _address(data) for data in run]
-
-
-def _made(data: Bytes) -> MadeBytes | None:
-    return data if isinstance(data, MadeBytes) else None
+        file = key if isinstance(key, ModelFile) else None
+        yield file, [data.start if isinstance(data, FileBytes) else _address(data) for data in some]
 
 
 def _address(data: Any) -> int:

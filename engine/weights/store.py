@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +20,8 @@ import torch
 from engine.architectures.parts.mlp import SILU, Activation
 from engine.errors import ModelFileError
 from engine.files.model_file import Bytes, ModelFile, part
-from engine.weights.dequant import dequantise, first_nonfinite
+from engine.weights.dequant import Piece, pieces, unwritten
+from engine.weights.threads import in_order, made_ahead
 
 if TYPE_CHECKING:
     from engine.architectures.config import ModelConfig
@@ -50,12 +53,13 @@ class WeightTensor:
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The whole tensor as torch, in `dtype`; a fresh copy that owns its memory. ModelFileError if a value is NaN or
         infinite, or is so in `dtype`."""
-        values = dequantise(self.data, self.type, self.shape, dtype)
-        bad = first_nonfinite(values)
+        return dequantised([self], dtype)[0]
+
+    def require_finite(self, bad: int | None) -> None:
+        """ModelFileError if one of its values, in their order, is not finite."""
         if bad is not None:
-            place = np.unravel_index(bad, self.shape)
-            raise ModelFileError(f"{self.name}: value {[int(i) for i in place]} of {list(self.shape)} is not finite")
-        return values
+            place = [int(i) for i in np.unravel_index(bad, self.shape)]
+            raise ModelFileError(f"{self.name}: value {place} of {list(self.shape)} is not finite")
 
     def __getitem__(self, index: int) -> WeightTensor:
         """Slice `index` of the first axis (one expert), not read yet. It is always a run of whole blocks."""
@@ -120,9 +124,7 @@ class ExpertStore:
     def stacked(self, projection: str, dtype: torch.dtype) -> torch.Tensor:
         """[E, out, in] dequantised to `dtype`, contiguous."""
         held: WeightTensor | list[WeightTensor] = getattr(self, projection)
-        if isinstance(held, WeightTensor):
-            return held.dequantise(dtype)
-        return torch.stack([w.dequantise(dtype) for w in held])
+        return held.dequantise(dtype) if isinstance(held, WeightTensor) else dequantised(held, dtype)
 
     def name(self, projection: str) -> str:
         """The projection's tensor, or the first and the last of its experts'."""
@@ -137,6 +139,30 @@ class ExpertStore:
         return sum(
             p.num_bytes if isinstance(p, WeightTensor) else sum(w.num_bytes for w in p) for _, p in self.projections()
         )
+
+
+def dequantised(weights: Sequence[WeightTensor], dtype: torch.dtype) -> torch.Tensor:
+    """Tensors of one shape as one, [count, *shape], fresh and contiguous, in `dtype`. ModelFileError as of
+    `WeightTensor.dequantise`."""
+    shape = weights[0].shape
+    out = unwritten(len(weights), math.prod(shape), dtype=dtype)
+
+    def fill(number: int, piece: Piece) -> tuple[int, int | None]:
+        return number, piece.into(out[number, piece.first : piece.first + piece.count])
+
+    calls = (partial(fill, number, piece) for number, piece in pieces_of(weights))
+    with closing(in_order(calls)) as filled:
+        for number, bad in filled:
+            weights[number].require_finite(bad)
+    return out.reshape(len(weights), *shape)
+
+
+def pieces_of(weights: Sequence[WeightTensor]) -> Iterator[tuple[int, Piece]]:
+    """Of all of them, in their order, each with its tensor's number. Bytes that must be made are made on threads, those
+    of some tensors ahead."""
+    for number, data in enumerate(made_ahead([weight.data for weight in weights])):
+        for piece in pieces(data, weights[number].type, weights[number].shape):
+            yield number, piece
 
 
 class WeightSource(ABC):

@@ -22,8 +22,8 @@ from engine.linear.embedding import TableEmbedding
 from engine.linear.gpu import GpuLinearBackend, _Tables, embedding_matrix, padded_rank, slot_table_bytes
 from engine.linear.native import NativeLinearBackend, embedding_bytes, weight_bytes
 from engine.weights.store import WeightTensor
-from engine.weights.tiled.convert import Packer
 from engine.weights.tiled.layout import matrix_of
+from engine.weights.tiled.packer import Packer
 from native import available
 from testing.bridge import HostBridge
 from testing.models.shapes import config

@@ -6,7 +6,7 @@ import torch
 
 from engine.experts.gpu.layout import PROJECTIONS, ExpertLayout, Sizes, expert_layout
 from engine.weights.store import ExpertStore
-from engine.weights.tiled.convert import Packer
+from engine.weights.tiled.packer import Packer
 
 
 def expert_slots_of(store: ExpertStore, sizes: Sizes, dtype: torch.dtype) -> tuple[ExpertLayout, torch.Tensor]:

@@ -7,8 +7,8 @@ import torch
 
 from engine.linear import gpu_weights
 from engine.linear.gpu import GpuLinearBackend
-from engine.weights.tiled.convert import Packer
 from engine.weights.tiled.layout import has_tiles
+from engine.weights.tiled.packer import Packer
 from native import _native
 from tests.native.blocks import QUANTISED
 from tests.native.expert_layers import BF16, F32, tensor

@@ -89,12 +89,12 @@ def test_pieces_do_not_show(type: str, experts: int, out: int, blocks: int, seed
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     data, wanted = encode(values, type, seed)
     raw = np.ascontiguousarray(data).view(np.uint8).reshape(-1)
-    size = dequant._CHUNK
+    size = dequant.PIECE_VALUES
     try:
-        dequant._CHUNK = 256 * (1 + seed % 7)
+        dequant.PIECE_VALUES = 256 * (1 + seed % 7)
         assert torch.equal(dequantise(raw, type, shape), wanted)
     finally:
-        dequant._CHUNK = size
+        dequant.PIECE_VALUES = size
     assert torch.equal(WeightTensor("w", shape, type, raw)[experts - 1].dequantise(), wanted[-1])
 
 

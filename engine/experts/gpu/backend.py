@@ -16,7 +16,7 @@ from engine.experts.gpu.layout import PROJECTIONS, Elementwise, ExpertLayout, Si
 from engine.experts.stream import on_stream
 from engine.lora.adapter import ExpertLora, padded_rank
 from engine.weights.store import ExpertStore
-from engine.weights.tiled.convert import Packer
+from engine.weights.tiled.packer import Packer
 
 
 class GpuExperts(ExpertBackend):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from engine.errors import ExpertBackendError, ModelFileError, UserError
 from engine.experts.base import ExpertBuffers
 from engine.weights.dequant import nonfinite
 from engine.weights.store import ExpertStore
+from engine.weights.threads import in_order
 
 METHODS = ("auto", "AMXBF16", "AMXInt8", "AMXInt4", "GGUF")
 # Types whose blocks kt_kernel's llamafile class multiplies rightly in every variant. Others abort the process (Q4_1,
@@ -116,17 +119,20 @@ def check_store(store: ExpertStore, config: ModelConfig) -> None:
         count = held.shape[0] if not isinstance(held, list) else len(held)
         if count != config.num_experts:
             raise ModelFileError(f"layer {store.layer} {projection}: {count} experts, not {config.num_experts}")
-        for expert in range(count):
-            weight = store.expert(projection, expert)
-            where = f"layer {store.layer} expert {expert} {projection} ({weight.name})"
+        weights = [store.expert(projection, expert) for expert in range(count)]
+        wheres = [f"layer {store.layer} expert {e} {projection} ({weight.name})" for e, weight in enumerate(weights)]
+        for weight, where in zip(weights, wheres, strict=True):
             if weight.shape != shapes[projection] or weight.type != store.type(projection):
                 raise ModelFileError(
                     f"{where}: {weight.type} {list(weight.shape)}, not {store.type(projection)} "
                     f"{list(shapes[projection])} as the layer's others"
                 )
-            bad = nonfinite(weight.data, weight.type, weight.shape)
-            if bad:
-                raise ModelFileError(f"{where}: {bad} {'blocks' if weight.quantised else 'values'} are NaN or infinite")
+        counts = in_order(partial(nonfinite, weight.data, weight.type, weight.shape) for weight in weights)
+        with closing(counts):
+            for weight, where, bad in zip(weights, wheres, counts, strict=True):
+                if bad:
+                    what = "blocks" if weight.quantised else "values"
+                    raise ModelFileError(f"{where}: {bad} {what} are NaN or infinite")
 
 
 def check_buffers(buffers: ExpertBuffers, config: ModelConfig, max_rows: int) -> None:

@@ -21,6 +21,7 @@ from engine.errors import AdapterError, ModelFileError
 from engine.files.model_file import FileTensor
 from engine.files.regular import open_regular, read_at
 from engine.files.safetensors import read_header
+from engine.weights.dequant import first_nonfinite
 
 CONFIG_FILE = "adapter_config.json"
 MANIFEST_FILE = "kt_adapter_manifest.json"
@@ -56,7 +57,7 @@ NO_MEMORY = "takes more memory than files of its size may"
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    return first_nonfinite(tensor) is None
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -1,29 +1,16 @@
-"""Panels of the CPU's layout into the GPU's, by torch on any device; and stored weights into either.
+"""Panels of the CPU's layout into the GPU's, by torch on any device.
 
 Only bytes move: a scale's 16 rows go beside those of the next panel, quants are sorted into planes.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import torch
 
-from engine.errors import ModelFileError
-from engine.weights.store import WeightTensor
 from engine.weights.tiled.layout import PANEL, Matrix
 from engine.weights.tiled.panels import levels
-from native.topology import make_pool
-
-if TYPE_CHECKING:
-    from native import _native
-
-_ALIGN = 64  # bytes, of packed panels
-_AT_ONCE = 1 << 25  # values that are tiled at a time: bounds what it takes beside, several bytes each
 
 
 def tiles_of(packed: torch.Tensor, matrix: Matrix) -> torch.Tensor:
@@ -109,56 +96,3 @@ def joined_tiles(parts: Sequence[tuple[Matrix, torch.Tensor]]) -> tuple[Matrix, 
             views.append(tiles[begin : begin + length].view(matrix.lines(name), -1))
         out[at : at + size] = torch.cat(views, 0 if name in ("low", "upper") else 1).flatten()
     return whole, out
-
-
-class Packer:
-    """Stored weights -> tiles on a device, over a pool of workers that is made when it is first needed."""
-
-    def __init__(self, device: torch.device, pool: Callable[[], _native.WorkerPool] | None = None) -> None:
-        self._device = device
-        self._make_pool = pool or make_pool
-        self._pool: _native.WorkerPool | None = None
-
-    def put(self, weights: Sequence[WeightTensor], matrix: Matrix, out: torch.Tensor, dtype: torch.dtype) -> None:
-        """Matrices of one type and shape into `out`, uint8 [B, matrix.num_bytes] on the device, plain ones in `dtype`.
-        ModelFileError for another shape, or what is not finite."""
-        for weight in weights:
-            if weight.shape != (matrix.n, matrix.k):
-                raise ModelFileError(f"{weight.name} is {weight.shape}; the model's is {(matrix.n, matrix.k)}")
-        if matrix.plain:
-
-            def place(number: int) -> None:
-                out[number].copy_(weights[number].dequantise(dtype).flatten().view(torch.uint8))
-
-            with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-                deque(threads.map(place, range(len(weights))), maxlen=0)  # raises what the first of them raised
-            return
-        step = max(1, _AT_ONCE // (matrix.n * matrix.k))
-        for first in range(0, len(weights), step):
-            some = weights[first : first + step]
-            packed = self._panels(some, matrix).view(len(some), matrix.rows // PANEL, -1)
-            panels = max(1, _AT_ONCE // (len(some) * matrix.k * PANEL))
-            for at in range(0, packed.shape[1], panels):
-                part = packed[:, at : at + panels].flatten(1).to(self._device)
-                put_tiles(out[first : first + len(some)], part, matrix, at * PANEL)
-
-    def _panels(self, weights: Sequence[WeightTensor], matrix: Matrix) -> torch.Tensor:
-        """uint8 [B, panels] on the CPU."""
-        native: Any = importlib.import_module("native._native")
-        if self._pool is None:
-            self._pool = self._make_pool()
-        size = int(native.packed_size(matrix.form, matrix.n, matrix.k))
-        memory = torch.empty(len(weights) * size + _ALIGN, dtype=torch.uint8)
-        packed = memory[-memory.data_ptr() % _ALIGN :][: len(weights) * size]
-        for number, weight in enumerate(weights):
-            data = weight.data[:]
-            if not data.flags.c_contiguous:
-                raise ModelFileError(f"{weight.name}: weights in memory must be contiguous")
-            try:
-                native.pack(
-                    self._pool, weight.type, matrix.form, data.ctypes.data, matrix.n, matrix.k,
-                    packed.data_ptr() + number * size,
-                )  # fmt: skip
-            except ValueError as error:
-                raise ModelFileError(f"{weight.name}: {error}") from error
-        return packed.view(len(weights), size)

@@ -119,19 +119,27 @@ void ExpertLayer::load(WorkerPool& pool, int projection, const SourceType& sourc
     throw std::invalid_argument("experts " + std::to_string(first) + " to " + std::to_string(first + count - 1) +
                                 " of " + std::to_string(shape_.experts));
   }
-  constexpr int64_t step = 2;  // panels of a work item: never across two shards
-  const int64_t per_expert = n / kPanel / step;
+  // Work items are panels of a shard, of one expert after the other as they lie in the file; a quarter of a megabyte to
+  // read, or less where there would be too few of them.
+  constexpr int64_t read_bytes = 1 << 18;
+  const int64_t most = read_bytes / (kPanel * (k / source.block) * source.block_bytes);
+  const int64_t step = std::max<int64_t>(2, std::min(most, count * (n / kPanel) / (4 * pool.threads())));
+  const auto pieces = [&](int shard) { return (shard_panels(projection, shard) + step - 1) / step; };
+  std::vector<int64_t> begins{0};  // of each shard
+  for (int s = 0; s < shape_.shards; ++s) begins.push_back(begins.back() + count * pieces(s));
   // Begun by the workers of the shard's node, which also is where an unbound page would be touched first.
-  std::vector<int64_t> starts(static_cast<size_t>(pool.groups()) + 1, 0);
-  for (int g = 0; g < pool.groups(); ++g) {
-    starts[static_cast<size_t>(g) + 1] = count * per_expert * (g + 1) / pool.groups();
-  }
+  std::vector<int64_t> starts;
+  for (int g = 0; g <= pool.groups(); ++g)
+    starts.push_back(begins[static_cast<size_t>(shape_.shards * g / pool.groups())]);
   pool.parallel_for_groups(starts, [&](int64_t item, int) {
-    const int64_t expert = item % count;
-    const int64_t panel_index = item / count * step;
+    const int shard = static_cast<int>(std::upper_bound(begins.begin(), begins.end(), item) - begins.begin()) - 1;
+    const int64_t nth = item - begins[static_cast<size_t>(shard)];
+    const int64_t expert = nth / pieces(shard);
+    const int64_t begin = first_panel(projection, shard) + nth % pieces(shard) * step;
+    const int64_t end = std::min(begin + step, first_panel(projection, shard + 1));
     try {
-      pack_panels(source, format, data[static_cast<size_t>(expert)], n, k, panel_index, panel_index + step,
-                  panel(projection, first + expert, panel_index));
+      pack_panels(source, format, data[static_cast<size_t>(expert)], n, k, begin, end,
+                  panel(projection, first + expert, begin));
     } catch (const std::invalid_argument& error) {
       throw std::invalid_argument("expert " + std::to_string(first + expert) + ", " + error.what());
     }

@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "gemm/kernels.hpp"
@@ -18,17 +19,25 @@ using namespace nb::literals;
 namespace ktserve {
 namespace {
 
-void pack(WorkerPool& pool, const std::string& type, const std::string& format, uintptr_t data, int64_t n, int64_t k,
-          uintptr_t out) {
+// Panels [first, last) of each matrix to `out`, one matrix's behind the other's.
+void pack(WorkerPool& pool, const std::string& type, const std::string& format, const std::vector<SourceRows>& data,
+          int64_t n, int64_t k, int64_t first, int64_t last, uint8_t* out) {
   const SourceType& source = source_type(type);
   const Format target = format_named(format);
   check_pack(source, target, n, k);
-  constexpr int64_t step = 8;
-  pool.parallel_for((panels_of(n) + step - 1) / step, [&](int64_t item, int) {
-    const int64_t first = item * step;
-    const int64_t last = std::min(first + step, panels_of(n));
-    pack_panels(source, target, SourceRows(at<const uint8_t>(data)), n, k, first, last,
-                at<uint8_t>(out) + first * panel_size(target, k));
+  if (first < 0 || first > last || last > panels_of(n)) {
+    throw std::invalid_argument("panels " + std::to_string(first) + " to " + std::to_string(last) + " of " +
+                                std::to_string(panels_of(n)));
+  }
+  constexpr int64_t read_bytes = 1 << 18;  // of a work item: large enough for disks, small enough for caches
+  const int64_t read = kPanel * (k / source.block) * source.block_bytes;
+  const int64_t step = std::clamp<int64_t>(read_bytes / read, 1, 64);
+  const int64_t size = panel_size(target, k), steps = (last - first + step - 1) / step;
+  pool.parallel_for(static_cast<int64_t>(data.size()) * steps, [&](int64_t item, int) {
+    const int64_t matrix = item / steps;
+    const int64_t begin = first + item % steps * step, end = std::min(begin + step, last);
+    pack_panels(source, target, data[static_cast<size_t>(matrix)], n, k, begin, end,
+                out + (matrix * (last - first) + begin - first) * size);
   });
 }
 
@@ -164,8 +173,28 @@ void bind_pack(nb::module_& module) {
         check_pack(source_type(type), format_named(format), n, k);
       },
       "type"_a, "format"_a, "n"_a, "k"_a, "ValueError unless a [n, k] of the type can be packed so.");
-  module.def("pack", &pack, "pool"_a, "type"_a, "format"_a, "data"_a, "n"_a, "k"_a, "out"_a, free_gil,
-             "Packs a matrix [n, k] of a GGML type from address `data` to address `out` (64-byte aligned).");
+  module.def(
+      "pack",
+      [](WorkerPool& pool, const std::string& type, const std::string& format, uintptr_t data, int64_t n, int64_t k,
+         uintptr_t out) {
+        pack(pool, type, format, {SourceRows(at<const uint8_t>(data))}, n, k, 0, panels_of(n), at<uint8_t>(out));
+      },
+      "pool"_a, "type"_a, "format"_a, "data"_a, "n"_a, "k"_a, "out"_a, free_gil,
+      "Packs a matrix [n, k] of a GGML type from address `data` to address `out` (64-byte aligned).");
+  module.def(
+      "pack_panels",
+      [](WorkerPool& pool, const std::string& type, const std::string& format, const std::vector<uintptr_t>& data,
+         int64_t n, int64_t k, int64_t first, int64_t last, uintptr_t out, int file) {
+        std::vector<SourceRows> rows;
+        for (uintptr_t place : data) {
+          rows.push_back(file < 0 ? SourceRows(at<const uint8_t>(place))
+                                  : SourceRows(file, static_cast<int64_t>(place)));
+        }
+        pack(pool, type, format, rows, n, k, first, last, at<uint8_t>(out));
+      },
+      "pool"_a, "type"_a, "format"_a, "data"_a, "n"_a, "k"_a, "first"_a, "last"_a, "out"_a, "file"_a = -1, free_gil,
+      "Packs panels [first, last) of matrices [n, k] of a GGML type from addresses, or, with `file`, from where they "
+      "begin there, to address `out` (64-byte aligned), one matrix's behind the other's.");
   module.def(
       "unpack",
       [](const std::string& format, uintptr_t packed, int64_t k, int64_t first, int64_t last, uintptr_t out) {

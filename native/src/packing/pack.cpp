@@ -1,5 +1,6 @@
 #include "packing/pack.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -10,14 +11,34 @@
 namespace ktserve {
 namespace {
 
+// The quants of one block of 32 of all rows, 4 of k a word.
+using Words = uint32_t[kBlock / 4][kPanel];
+
+// One plane of a block: of each quant the `Bits` bits from `shift` on, at the places that `place_in_plane` gives.
+template <int Bits>
+void put_plane(const Words& words, int shift, uint8_t* plane) {
+  constexpr int each = 8 / Bits;  // vectors of quants that share a vector of the plane
+  constexpr uint32_t mask = ((1u << Bits) - 1) * 0x01010101u;
+  for (int at = 0; at < Bits; ++at, plane += 64) {
+    uint32_t vector[kPanel] = {};
+    for (int nth = 0; nth < each; ++nth) {
+      const uint32_t (&from)[kPanel] = words[Bits == 4 ? nth * 4 + at : at * each + nth];
+      for (int row = 0; row < kPanel; ++row) vector[row] |= (from[row] >> shift & mask) << nth * Bits;
+    }
+    std::memcpy(plane, vector, sizeof(vector));
+  }
+}
+
 template <Format F>
-void put(uint8_t* quants, int64_t k, int64_t row, uint8_t value) {
-  const auto add = [&](BitsPlace place, int bits) {
-    uint8_t& byte = quants[place.byte];
-    byte = static_cast<uint8_t>(byte | bits << place.shift);
-  };
-  add(low_place<F>(k, row), value & ((1 << low_bits(F)) - 1));
-  if constexpr (upper_bits(F) != 0) add(upper_place<F>(k, row), value >> low_bits(F));
+void put_quants(const Unit (&rows)[kPanel], uint8_t* quants) {
+  for (int64_t b = 0; b < info(F).unit / kBlock; ++b, quants += info(F).quant_bytes) {
+    Words words;
+    for (int64_t row = 0; row < kPanel; ++row) {
+      for (int64_t i = 0; i < kBlock / 4; ++i) words[i][row] = load32(rows[row].quants + b * kBlock + 4 * i);
+    }
+    put_plane<low_bits(F)>(words, 0, quants);
+    if constexpr (upper_bits(F) != 0) put_plane<upper_bits(F)>(words, low_bits(F), quants + 64 * low_bits(F));
+  }
 }
 
 void put_meta(uint8_t* meta, Format f, int64_t row, const Unit& unit) {
@@ -40,9 +61,10 @@ void put_meta(uint8_t* meta, Format f, int64_t row, const Unit& unit) {
   }
 }
 
-void pack_plain_row(const SourceType& source, Format target, const uint8_t* data, int64_t k, int64_t row,
-                    uint8_t* panel) {
-  for (int64_t i = 0; i < k; ++i) {
+// Values [first, last) of a row.
+void pack_plain_row(const SourceType& source, Format target, const uint8_t* data, int64_t first, int64_t last,
+                    int64_t row, uint8_t* panel) {
+  for (int64_t i = first; i < last; ++i) {
     const uint8_t* from = data + i * source.block_bytes;
     uint8_t* to = panel + plain_place(target, i, row);
     if (source.format == target && source.block_bytes == 2) {
@@ -57,6 +79,23 @@ void pack_plain_row(const SourceType& source, Format target, const uint8_t* data
   }
 }
 
+// All rows of a panel, some values at a time, so that what is written stays in the first cache.
+void pack_plain(const SourceType& source, Format target, const uint8_t* data, int64_t k, int64_t rows, uint8_t* panel) {
+  constexpr int64_t step = 64;
+  const bool pairs = target == Format::bf16 && source.format == target && source.block_bytes == 2;
+  for (int64_t first = 0; first < k; first += step) {
+    const int64_t last = std::min(first + step, k);
+    for (int64_t row = 0; row < rows; ++row) {
+      const uint8_t* from = data + row * k * source.block_bytes;
+      if (!pairs || last % 2 != 0) {
+        pack_plain_row(source, target, from, first, last, row, panel);
+        continue;
+      }
+      for (int64_t i = first; i < last; i += 2) std::memcpy(panel + i / 2 * 64 + row * 4, from + 2 * i, 4);
+    }
+  }
+}
+
 // A block is its scale, float32, and the values.
 void pack_f8_row(const SourceType& source, const uint8_t* data, int64_t k, int64_t row, uint8_t* panel) {
   uint8_t* quants = panel + meta_size(Format::f8, k);
@@ -66,24 +105,25 @@ void pack_f8_row(const SourceType& source, const uint8_t* data, int64_t k, int64
   }
 }
 
-// A zero row: quants that stand for 0 in a format with a bias; the scales are 0 too.
-void pack_row(const SourceType& source, Format target, const uint8_t* data, int64_t k, int64_t row, uint8_t* panel) {
-  if (target == Format::f8) return pack_f8_row(source, data, k, row, panel);
-  if (plain(target)) return pack_plain_row(source, target, data, k, row, panel);
+// Rows of blocks, a unit of all of them at a time. A row that a matrix lacks is zeros, also where those stand for
+// another value: the scales are 0 too.
+void pack_units(const SourceType& source, Format target, const uint8_t* data, int64_t k, int64_t rows, uint8_t* panel) {
   const int64_t unit_k = info(target).unit;
   const int64_t unit_bytes = unit_k / source.block * source.block_bytes;
+  const int64_t row_bytes = k / unit_k * unit_bytes;
+  const int64_t quant_bytes = unit_k / kBlock * info(target).quant_bytes;
+  uint8_t* meta = panel;
   uint8_t* quants = panel + meta_size(target, k);
-  Unit unit;
-  for (int64_t u = 0; u < k / unit_k; ++u) {
-    read_unit(source, target, data + u * unit_bytes, unit);
-    if (has_grid(target)) {
-      put_grid_unit(target, panel + u * info(target).meta_bytes,
-                    quants + u * (unit_k / kBlock) * info(target).quant_bytes, row, unit);
-      continue;
+  Unit units[kPanel] = {};
+  for (int64_t u = 0; u < k / unit_k; ++u, meta += info(target).meta_bytes, quants += quant_bytes) {
+    for (int64_t row = 0; row < rows; ++row) {
+      Unit& unit = units[row];
+      read_unit(source, target, data + row * row_bytes + u * unit_bytes, unit);
+      has_grid(target) ? put_grid_unit(target, meta, quants, row, unit) : put_meta(meta, target, row, unit);
     }
-    put_meta(panel + u * info(target).meta_bytes, target, row, unit);
     with_format(target, [&](auto f) {
-      for (int64_t i = 0; i < unit_k; ++i) put<decltype(f)::value>(quants, u * unit_k + i, row, unit.quants[i]);
+      constexpr Format form = decltype(f)::value;
+      if constexpr (!plain(form) && !has_grid(form) && form != Format::f8) put_quants<form>(units, quants);
     });
   }
 }
@@ -121,17 +161,22 @@ void pack_panels(const SourceType& source, Format target, const uint8_t* data, i
   for (int64_t p = first; p < last; ++p) {
     uint8_t* panel = out + (p - first) * size;
     std::memset(panel, 0, static_cast<size_t>(size));
-    for (int64_t row = 0; row < kPanel && p * kPanel + row < n; ++row) {
-      const uint8_t* from = data + ((p - first) * kPanel + row) * row_bytes;
-      check_finite(source, target, from, k, p * kPanel + row);
-      pack_row(source, target, from, k, row, panel);
+    const int64_t rows = std::min(kPanel, n - p * kPanel);
+    const uint8_t* from = data + (p - first) * kPanel * row_bytes;
+    for (int64_t row = 0; row < rows; ++row) check_finite(source, target, from + row * row_bytes, k, p * kPanel + row);
+    if (target == Format::f8) {
+      for (int64_t row = 0; row < rows; ++row) pack_f8_row(source, from + row * row_bytes, k, row, panel);
+    } else if (plain(target)) {
+      pack_plain(source, target, from, k, rows, panel);
+    } else {
+      pack_units(source, target, from, k, rows, panel);
     }
   }
 }
 
 void pack_panels(const SourceType& source, Format target, const SourceRows& rows, int64_t n, int64_t k, int64_t first,
                  int64_t last, uint8_t* out) {
-  thread_local std::vector<uint8_t> scratch;  // a few rows: 32 at most
+  thread_local std::vector<uint8_t> scratch;  // some rows
   const int64_t row_bytes = k / source.block * source.block_bytes;
   const int64_t begin = first * kPanel * row_bytes;
   const int64_t end = std::min(last * kPanel, n) * row_bytes;

@@ -1,4 +1,5 @@
-// From files' weights to the packed layout and back. Scalar code: it runs once, and the disk cache keeps the result.
+// From files' weights to the packed layout and back: once at a start without a cache of packed weights, and at each
+// start for a GPU. Written so that compilers make vectors of it on any x86-64.
 #pragma once
 
 #include <cstdint>

@@ -40,15 +40,32 @@ constexpr SourceType kSources[] = {
     {"F8_E4M3", 128, 132, Format::f8, 0, 0},
 };
 
+// 32 plain values as float32.
+void read_plain(const SourceType& source, const uint8_t* p, float (&x)[kBlock]) {
+  if (source.block_bytes == 4) {
+    std::memcpy(x, p, sizeof(x));
+  } else if (source.name[0] == 'B') {
+    uint32_t bits[kBlock];
+    for (int i = 0; i < kBlock; ++i) bits[i] = uint32_t{load16(p + 2 * i)} << 16;
+    std::memcpy(x, bits, sizeof(x));
+  } else {
+    for (int i = 0; i < kBlock; ++i) x[i] = f16_to_f32(load16(p + 2 * i));
+  }
+}
+
 // 32 plain values to i8 (as Q8_0) or i4m (as Q4_1).
 void quantise(const SourceType& source, Format target, const uint8_t* p, Unit& unit) {
-  float x[kBlock];
-  float low = 0, high = 0;
-  for (int i = 0; i < kBlock; ++i) {
-    x[i] = source_value(source, p + i * source.block_bytes);
-    low = i == 0 ? x[i] : std::min(low, x[i]);
-    high = i == 0 ? x[i] : std::max(high, x[i]);
+  constexpr int lanes = 8;  // least and largest values side by side: compilers make vectors of it
+  float x[kBlock], lows[lanes], highs[lanes];
+  read_plain(source, p, x);
+  for (int i = 0; i < lanes; ++i) lows[i] = highs[i] = x[i];
+  for (int i = lanes; i < kBlock; i += lanes) {
+    for (int j = 0; j < lanes; ++j) {
+      lows[j] = x[i + j] < lows[j] ? x[i + j] : lows[j];
+      highs[j] = x[i + j] > highs[j] ? x[i + j] : highs[j];
+    }
   }
+  const float low = *std::min_element(lows, lows + lanes), high = *std::max_element(highs, highs + lanes);
   const float span = target == Format::i8 ? std::max(std::fabs(low), std::fabs(high)) / 127 : (high - low) / 15;
   unit.d = f32_to_f16(span);
   unit.m = f32_to_f16(low);
@@ -58,9 +75,16 @@ void quantise(const SourceType& source, Format target, const uint8_t* p, Unit& u
   const float d = f16_to_f32(unit.d);
   const float m = target == Format::i8 ? -128 * d : f16_to_f32(unit.m);
   const float most = target == Format::i8 ? 255 : 15;
+  if (d == 0) {
+    std::memset(unit.quants, target == Format::i8 ? 128 : 0, kBlock);
+    return;
+  }
+  constexpr float whole = 12582912;  // 1.5 x 2^23: a small number that is added to it is rounded to nearest even
   for (int i = 0; i < kBlock; ++i) {
-    const float u = d > 0 ? std::nearbyint((x[i] - m) / d) : (target == Format::i8 ? 128.0f : 0.0f);
-    unit.quants[i] = static_cast<uint8_t>(std::clamp(u, 0.0f, most));
+    float u = (x[i] - m) / d;
+    u = u > 0 ? u : 0;
+    u = u < most ? u : most;
+    unit.quants[i] = static_cast<uint8_t>(static_cast<int>((u + whole) - whole));
   }
 }
 

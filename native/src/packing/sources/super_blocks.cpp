@@ -16,8 +16,10 @@ void scales_k4(const uint8_t* packed, Unit& unit) {
 
 // Pairs of bits: byte i of each 32 holds values i, 32 + i, 64 + i and 96 + i of 128.
 void read_pairs(const uint8_t* bytes, Unit& unit) {
-  for (int i = 0; i < 256; ++i) {
-    unit.quants[i] = static_cast<uint8_t>(bytes[i / 128 * 32 + i % 32] >> (i % 128 / 32 * 2) & 3);
+  for (int run = 0; run < 8; ++run) {
+    for (int i = 0; i < 32; ++i) {
+      unit.quants[32 * run + i] = static_cast<uint8_t>(bytes[run / 4 * 32 + i] >> (run % 4 * 2) & 3);
+    }
   }
 }
 
@@ -37,8 +39,11 @@ void read_q2_k(const uint8_t* block, Unit& unit) {
 // upper pairs of four in each of the next four.
 void read_q3_k(const uint8_t* block, Unit& unit) {
   read_pairs(block + 32, unit);
-  for (int i = 0; i < 256; ++i) {
-    unit.quants[i] = static_cast<uint8_t>(unit.quants[i] | (block[i % 32] >> (i / 32) & 1) << 2);
+  for (int run = 0; run < 8; ++run) {
+    for (int i = 0; i < 32; ++i) {
+      uint8_t& quant = unit.quants[32 * run + i];
+      quant = static_cast<uint8_t>(quant | (block[i] >> run & 1) << 2);
+    }
   }
   const uint8_t* scales = block + 96;
   for (int g = 0; g < 16; ++g) {
