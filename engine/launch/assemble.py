@@ -93,7 +93,6 @@ def _assemble(
     model, runner.leader = runner.model, leader
     if leader is not None:
         leader.meet()
-        runner.notes += leader.notes
     if backends.cache is not None:
         runner.notes += backends.cache.report()
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]

@@ -78,7 +78,7 @@ def _load(plan: EnginePlan, shard: Shard, store: str) -> tuple[ModelRunner, Rank
     backends = make_backends(plan)
     if backends.spare_cpus:  # beside rank 0's pool
         os.sched_setaffinity(0, backends.spare_cpus)
-    group = Ranks(shard.rank, shard.size, backends.device, store, plan.config.tensor_parallel_sums)
+    group = Ranks(shard.rank, shard.size, backends.device, store)
     return load_runner(plan, backends, group, lambda *_: None), group
 
 
@@ -92,7 +92,6 @@ def _begin(orders: Connection) -> Begin:
 def follow(runner: ModelRunner, order: Step) -> None:
     """The part of `ModelRunner.launch_forward` and `launch_sample` in which ranks meet."""
     arrays, model = order.arrays, runner.model
-    model.group.check()  # rank 0 may not have waited where this one has
     slots = set(np.unique(arrays.adapters).tolist()) - {0}
     runner.release(order.idle)
     with runner.computing():

@@ -48,8 +48,7 @@ class Leader(Ranks):
     def __init__(self, plan: EnginePlan, device: torch.device) -> None:
         self._shard, self._whole = plan.shard, plan.source.whole
         self._folder = _Folder()
-        sums = plan.config.tensor_parallel_sums
-        super().__init__(0, plan.shard.size, device, str(self._folder.path / _STORE), sums)
+        super().__init__(0, plan.shard.size, device, str(self._folder.path / _STORE))
         self._closing = threading.Event()
         self._members: list[_Member] = []
         try:
@@ -86,12 +85,6 @@ class Leader(Ranks):
             answers = [member.adapter_answer() for member in self._members]
         if failed := [answer for answer in answers if answer]:
             raise EngineError(failed[0])
-
-    def check(self) -> None:
-        try:
-            super().check()
-        except EngineError as error:
-            self.lost(error)
 
     def lost(self, error: BaseException) -> NoReturn:
         """The ranks are no longer at the same place."""
