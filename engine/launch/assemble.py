@@ -38,6 +38,7 @@ from engine.planning.drafts import make_drafter
 from engine.planning.expected import MachineRates, expected_of, measure
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
 from engine.ranks.group import ALONE, Group
+from engine.ranks.progress import Stage
 from engine.steps.graphs.padded import graph_blocker
 from engine.steps.runner import ModelRunner
 from scheduler.config import SchedulerConfig
@@ -103,6 +104,8 @@ def _assemble(
         leader.begin(decode)
     pad_decode(runner, plan, decode, progress)
     warm_up(runner, plan, progress)
+    if leader is not None:
+        leader.progress.enter(Stage.SERVING)
     rates = _measured(plan, backends.pool, progress)
     if backends.cache is not None:
         backends.cache.own()

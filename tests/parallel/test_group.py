@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.ranks.group import Ranks
+from engine.ranks.progress import Progress
 
 
 class Work:
@@ -41,7 +42,7 @@ class TwoAlike:
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exchanges_end_with_and_without_a_work(dtype, later):
-    group = Ranks(0, 2, torch.device("cpu"), "unused")
+    group = Ranks(torch.device("cpu"), "unused", Progress.in_memory(2))
     group._ranks = TwoAlike(later)
     x = torch.arange(6, dtype=dtype).view(2, 3)
     torch.testing.assert_close(group.sum(x.clone()), 2 * x)
