@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from engine.planning.plan import EnginePlan
 
 _GRACE_S = 5.0
+_MOMENT_S = 0.3
 _STORE, _PROGRESS = "ranks", "progress"
 
 
@@ -54,6 +56,7 @@ class Leader(Ranks):
         super().__init__(device, str(self._folder.path / _STORE), progress)
         progress.enter(Stage.LOADING)
         self._closing = threading.Event()
+        self._ending = threading.Lock()
         self._members: list[_Member] = []
         self._watch = Watch(progress, LIMITS, self._end)
         try:
@@ -99,7 +102,7 @@ class Leader(Ranks):
     def lost(self, error: BaseException) -> NoReturn:
         """The ranks are no longer at the same place."""
         traceback.print_exception(error)
-        self._end("a step failed on rank 0 while other ranks were running it")
+        self._end("; ".join(["a step failed on rank 0 while other ranks were running it", *self._ended()]))
 
     def close(self) -> None:
         self._closing.set()
@@ -129,12 +132,19 @@ class Leader(Ranks):
         self.progress.end_wait()
 
     def _await_end(self, member: _Member) -> None:
-        status = member.process.wait()
+        member.process.wait()
         if not self._closing.is_set():
-            self._end(f"rank {member.rank} of {self.size} has ended ({_said(status)})")
+            self._end("; ".join(self._ended()))
+
+    def _ended(self) -> list[str]:
+        """Which ranks have, as of a moment from now: one that dies takes others with it, which may be seen first."""
+        time.sleep(_MOMENT_S)
+        ended = [(member.rank, member.status()) for member in self._members]
+        return [f"rank {rank} of {self.size} has ended ({_said(at)})" for rank, at in ended if at is not None]
 
     def _end(self, why: str) -> NoReturn:
         """At once: the interpreter's own end would wait for an exchange that never comes."""
+        self._ending.acquire()  # by the first thread that has something to say
         self._closing.set()
         print(f"engine: {why}: the engine ends", file=sys.stderr, flush=True)
         for member in self._members:
@@ -217,6 +227,13 @@ class _Member:
         except (EOFError, OSError):
             answer = "it has ended"
         return answer and f"rank {self.rank}: {answer}"
+
+    def status(self) -> int | None:
+        """With which it has ended, if it has."""
+        try:
+            return self.process.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def hang_up(self) -> None:
         """It ends when it sees that."""

@@ -146,7 +146,7 @@ def test_gpus_that_do_not_end_an_exchange_are_not_blamed_one_by_one():
 
 # ---- processes over gloo
 
-SHORT, SHORT_BEAT_S = Limits(3.0, 6.0), 0.2  # less, and a busy machine's threads seem silent
+SHORT, SHORT_BEAT_S = Limits(3.0, 4.0), 0.2  # less, and a busy machine's threads seem silent
 
 
 def run_rank(rank: int, folder: Path, hangs_at: int | None, out: Connection) -> None:
@@ -162,6 +162,8 @@ def run_rank(rank: int, folder: Path, hangs_at: int | None, out: Connection) -> 
     Watch(progress, SHORT, end)
     ranks = Ranks(torch.device("cpu"), str(folder / "ranks"), progress)
     progress.enter(Stage.CONNECTING)
+    if hangs_at == -1:
+        threading.Event().wait()
     ranks.connect()
     progress.enter(Stage.SERVING)
     x = torch.ones(4, 6)
@@ -218,7 +220,8 @@ def groups() -> Iterator[list[Group]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A group of which a rank is stopped so long after its start, or hangs at an exchange."""
+    """A group of which a rank is stopped so long after its start, or hangs at an exchange
+    (-1: before it connects)."""
 
     size: int
     late: int
@@ -229,7 +232,7 @@ class Case:
 def cases() -> st.SearchStrategy[Case]:
     def of(size: int) -> st.SearchStrategy[Case]:
         late, after_s = st.integers(0, size - 1), st.floats(0.0, 1.5)
-        return st.builds(Case, st.just(size), late, after_s, st.none() | st.integers(0, 200))
+        return st.builds(Case, st.just(size), late, after_s, st.none() | st.integers(-1, 200))
 
     return st.integers(2, 3).flatmap(of)
 
