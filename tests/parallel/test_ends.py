@@ -23,14 +23,17 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
-def test_a_rank_that_dies_ends_all(tmp_path, engines):
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_rank_that_dies_ends_all(tmp_path, engines, idle):
     """The other one dies as it would if rank 0 were killed: nothing of the engine is left."""
     engines.append(Engine(tmp_path, 3, 60, 60))
     engines[0].until(Ready)
     _, first, second = engines[0].pids()
+    if not idle:
+        engines[0].submit()
     os.kill(first, signal.SIGKILL)
     status, said = engines[0].ended()
-    assert status == 1 and "rank 1 of 3 has ended (signal 9): the engine ends" in said
+    assert status == 1 and "rank 1 of 3 has ended (signal 9)" in said and said.count(": the engine ends") == 1, said
     eventually(lambda: gone(second), "a rank is left")
 
 
