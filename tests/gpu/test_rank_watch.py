@@ -12,6 +12,7 @@ import torch
 from engine.messages import Ready
 from testing.processes import gone
 from testing.waiting import eventually
+from tests.gpu.test_tensor_parallel import GPU, SHAPE, quick_rules
 from tests.parallel.engines import Engine
 
 pytestmark = [
@@ -32,9 +33,9 @@ def engines(monkeypatch) -> Iterator[list[Engine]]:
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_stopped_ends_all(tmp_path, engines, late):
     """Rank 0 waits for a graph on its GPU that waits for the other's."""
-    settings = {"device": "cuda", "dtype": "float32", "expert_backend": "gpu", "linear_backend": "gpu"}
-    engines.append(Engine(tmp_path, 2, 8, 300, **settings))
-    engines[0].until(Ready, 400)
+    shape = SHAPE | {"moe_intermediate_size": 64}
+    engines.append(Engine(tmp_path, 2, 8, 500, shape, **GPU, rules=quick_rules(tmp_path, "gpu"), max_num_seqs=2))
+    engines[0].until(Ready, 500)
     ranks = engines[0].pids()
     engines[0].submit()
     os.kill(ranks[late], signal.SIGSTOP)

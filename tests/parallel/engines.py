@@ -30,11 +30,19 @@ sys.exit(main(sys.argv[1:]))
 
 
 class Engine:
-    """Whose ranks wait for one another for a few seconds, not minutes."""
+    """Whose ranks wait for one another for a few seconds, not minutes. `shape` of its tiny model: changes to it."""
 
-    def __init__(self, folder: Path, ranks: int, serving_s: float, start_s: float, **changes: Any) -> None:
-        shape = {"num_attention_heads": ranks, "num_key_value_heads": ranks, "moe_intermediate_size": 16 * ranks}
-        save_hf(tiny_model(6, **shape), folder / "model")
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        serving_s: float,
+        start_s: float,
+        shape: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> None:
+        divided = {"num_attention_heads": ranks, "num_key_value_heads": ranks, "moe_intermediate_size": 16 * ranks}
+        save_hf(tiny_model(6, **(divided | (shape or {}))), folder / "model")
         settings = {"device": "cpu", "rules": "reference", "kv_cache_tokens": 8192, **changes}
         config = EngineConfig(model=str(folder / "model"), tensor_parallel=ranks, **settings)
         self._address, beat = f"ipc://{folder}/engine", folder / "beat"
