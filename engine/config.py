@@ -180,13 +180,6 @@ class EngineConfig:
         group="Placement",
         aliases=("enable_expert_parallel",),
     )
-    tensor_parallel_sums: str = option(
-        "nccl",
-        "how GPUs of tensor-parallel add their parts; peers: few rows over one another's memory where that works, all "
-        "else by NCCL (tested on one GPU only); nccl: everything by NCCL",
-        group="Placement",
-        choices=("nccl", "peers"),
-    )
     cpu_threads: int | None = option(
         None,
         "threads of the CPU pool; default: from the cgroup and affinity",

@@ -42,6 +42,7 @@ from engine.planning.drafts import make_drafter
 from engine.planning.expected import MachineRates, expected_of, measure
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
 from engine.ranks.group import ALONE, Group
+from engine.ranks.progress import Stage
 from engine.steps.graphs.padded import graph_blocker
 from engine.steps.lane import PromptLane
 from engine.steps.runner import ModelRunner
@@ -98,7 +99,6 @@ def _assemble(
     model, runner.leader = runner.model, leader
     if leader is not None:
         leader.meet()
-        runner.notes += leader.notes
     if backends.cache is not None:
         runner.notes += backends.cache.report()
     runner.notes += [note for attention in model.attention_backends for note in attention.notes]
@@ -112,6 +112,8 @@ def _assemble(
     warm_up(runner, plan, progress, long=lane is None)
     if lane is not None:
         warm_up(lane.runner, plan, progress, short=False)
+    if leader is not None:
+        leader.progress.enter(Stage.SERVING)
     rates = _measured(plan, backends.pool, progress)
     if backends.cache is not None:
         backends.cache.own()

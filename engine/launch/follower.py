@@ -11,10 +11,12 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import traceback
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ import torch
 from engine.errors import UserError
 from engine.launch.assemble import load_runner, pad_decode
 from engine.launch.backends import make_backends
+from engine.launch.leader import Start
 from engine.launch.rank_plans import on_rank
 from engine.launch.warm import warm_up
 from engine.lora.adapter import AdapterWeights
@@ -30,9 +33,13 @@ from engine.model.causal_lm import CausalLM
 from engine.model.step import OutputKind
 from engine.planning.plan import EnginePlan
 from engine.ranks.group import Ranks
+from engine.ranks.progress import Progress, Stage, Wait
 from engine.ranks.shard import Shard
+from engine.ranks.watch import Watch
 from engine.steps.orders import Begin, Loaded, Step, decode, encode
 from engine.steps.runner import ModelRunner
+
+_Order = TypeVar("_Order", Begin, Step)
 
 
 def serve(orders: Connection, slots: socket.socket) -> NoReturn:
@@ -49,10 +56,14 @@ def serve(orders: Connection, slots: socket.socket) -> NoReturn:
 
 
 def _serve(orders: Connection, slots: socket.socket) -> NoReturn:
-    sent, shard, store = pickle.loads(orders.recv_bytes())
-    plan: EnginePlan = on_rank(sent, shard)
+    message: tuple[EnginePlan, Shard, Start] = pickle.loads(orders.recv_bytes())
+    sent, shard, start = message
+    progress = Progress.open(start.progress, shard.rank)
+    progress.enter(Stage.LOADING)
+    Watch(progress, start.limits, partial(_end, start.leader))
+    plan = on_rank(sent, shard)
     try:
-        runner, group = _load(plan, shard, store)
+        runner, group = _load(plan, start.store, progress)
     except Exception as error:  # noqa: BLE001 - rank 0 says it, and ends this process
         user = isinstance(error, UserError)
         text = str(error) if user else f"{type(error).__name__}: {error}"
@@ -60,42 +71,54 @@ def _serve(orders: Connection, slots: socket.socket) -> NoReturn:
         orders.recv_bytes()  # until it does
         os._exit(1)
     orders.send_bytes(encode(Loaded()))
-    _begin(orders)
+    _order(orders, progress, Begin)
+    progress.enter(Stage.CONNECTING)
     group.connect()
-    pad_decode(runner, plan, _begin(orders).decode, lambda *_: None)
+    decode_steps = _order(orders, progress, Begin).decode
+    progress.enter(Stage.PREPARING)
+    pad_decode(runner, plan, decode_steps, lambda *_: None)
     warm_up(runner, plan, lambda *_: None)
+    progress.enter(Stage.SERVING)
     threading.Thread(target=_fill_slots, args=(slots, runner.model), name="slots", daemon=True).start()
     gc.collect()
     gc.freeze()
     while True:
-        order = decode(orders.recv_bytes())
-        if not isinstance(order, Step):
-            raise RuntimeError(f"rank 0 sent {type(order).__name__} where a step belongs")
+        order = _order(orders, progress, Step)
+        progress.begin_step()
         follow(runner, order)
 
 
-def _load(plan: EnginePlan, shard: Shard, store: str) -> tuple[ModelRunner, Ranks]:
+def _load(plan: EnginePlan, store: str, progress: Progress) -> tuple[ModelRunner, Ranks]:
     backends, cpus = make_backends(plan), os.sched_getaffinity(0)
     spare = backends.spare_cpus or cpus  # beside rank 0's pool, which has not begun to spin
     os.sched_setaffinity(0, spare)  # the group's threads have what this one has
-    group = Ranks(shard.rank, shard.size, backends.device, store, plan.config.tensor_parallel_sums)
+    group = Ranks(backends.device, store, progress)
     os.sched_setaffinity(0, cpus)  # all of them read weights
-    runner = load_runner(plan, backends, group, lambda *_: None)
+    runner = load_runner(plan, backends, group, progress.loaded_part)
     os.sched_setaffinity(0, spare)
     return runner, group
 
 
-def _begin(orders: Connection) -> Begin:
+def _order(orders: Connection, progress: Progress, expected: type[_Order]) -> _Order:
+    progress.begin_wait(Wait.STEP)
     order = decode(orders.recv_bytes())
-    if not isinstance(order, Begin):
-        raise RuntimeError(f"rank 0 sent {type(order).__name__} before the first step")
+    if not isinstance(order, expected):
+        raise RuntimeError(f"rank 0 sent {type(order).__name__} where {expected.__name__} belongs")
+    progress.end_wait()
     return order
+
+
+def _end(leader: int, why: str) -> NoReturn:
+    """Rank 0 gives no sign of life: it cannot end the engine itself."""
+    print(f"engine: {why}: the engine ends", file=sys.stderr, flush=True)
+    if os.getppid() == leader:
+        os.kill(leader, signal.SIGKILL)
+    os._exit(1)
 
 
 def follow(runner: ModelRunner, order: Step) -> None:
     """The part of `ModelRunner.launch_forward` and `launch_sample` in which ranks meet."""
     arrays, model = order.arrays, runner.model
-    model.group.check()  # rank 0 may not have waited where this one has
     slots = set(np.unique(arrays.adapters).tolist()) - {0}
     runner.release(order.idle)
     with runner.computing():

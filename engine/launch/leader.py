@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -31,6 +32,8 @@ from engine.lora.adapter import AdapterWeights
 from engine.lora.sealed_memory import write_sealed
 from engine.ranks.adapters import adapter_part
 from engine.ranks.group import Ranks
+from engine.ranks.progress import Progress, Stage, Wait
+from engine.ranks.watch import BEAT_S, LIMITS, Limits, Watch
 from engine.steps.orders import Begin, Loaded, Step, decode, encode
 from ktserve.launcher import die_with_parent, program
 
@@ -38,35 +41,43 @@ if TYPE_CHECKING:
     from engine.planning.plan import EnginePlan
 
 _GRACE_S = 5.0
-_STORE = "ranks"
+_MOMENT_S = 0.3
+_STORE, _PROGRESS = "ranks", "progress"
 
 
 class Leader(Ranks):
-    """The group as rank 0 sees it. A rank that ends ends this process, and so do steps that fail once they were told:
-    whoever supervises the engine starts all of it again."""
+    """The group as rank 0 sees it. A rank that ends ends this process, and so do one that does not come for too long
+    and steps that fail once they were told: whoever supervises the engine starts all of it again."""
 
     def __init__(self, plan: EnginePlan, device: torch.device) -> None:
         self._shard, self._whole = plan.shard, plan.source.whole
         self._folder = _Folder()
-        sums = plan.config.tensor_parallel_sums
-        super().__init__(0, plan.shard.size, device, str(self._folder.path / _STORE), sums)
+        progress = Progress.create(self._folder.path / _PROGRESS, plan.shard.size)
+        super().__init__(device, str(self._folder.path / _STORE), progress)
+        progress.enter(Stage.LOADING)
         self._closing = threading.Event()
+        self._ending = threading.Lock()
         self._members: list[_Member] = []
+        self._watch = Watch(progress, LIMITS, self._end)
         try:
             for rank in range(1, plan.shard.size):
-                self._members.append(_Member(plan, rank, self._store))
+                self._members.append(_Member(plan, Start(rank, self._folder.path, os.getpid(), LIMITS)))
         except BaseException:
             self.close()
             raise
 
     def meet(self) -> None:
         """Waits until all ranks have loaded and meets them. Raises what one of them could not do."""
+        self.progress.begin_wait(Wait.LOADED)
         for member in self._members:
             member.loaded()
+        self.progress.end_wait()
         for member in self._members:
-            threading.Thread(target=self._watch, args=(member,), name=f"rank-{member.rank}", daemon=True).start()
+            threading.Thread(target=self._await_end, args=(member,), name=f"rank-{member.rank}", daemon=True).start()
         self._tell(encode(Begin("")))
+        self.progress.enter(Stage.CONNECTING)
         self.connect()
+        self.progress.enter(Stage.PREPARING)
 
     def begin(self, decode_steps: str) -> None:
         """How all ranks run decode steps."""
@@ -74,6 +85,7 @@ class Leader(Ranks):
 
     def announce(self, step: Step) -> None:
         """Before its first exchange."""
+        self.progress.begin_step()
         self._tell(encode(step))
 
     def set_adapter(self, own: Callable[[int, AdapterWeights], None], slot: int, adapter: AdapterWeights) -> None:
@@ -83,23 +95,18 @@ class Leader(Ranks):
         try:
             own(slot, adapter_part(adapter, self._shard, self._whole))
         finally:
-            answers = [member.adapter_answer() for member in self._members]
+            answers = [self._adapter_answer(member) for member in self._members]
         if failed := [answer for answer in answers if answer]:
             raise EngineError(failed[0])
-
-    def check(self) -> None:
-        try:
-            super().check()
-        except EngineError as error:
-            self.lost(error)
 
     def lost(self, error: BaseException) -> NoReturn:
         """The ranks are no longer at the same place."""
         traceback.print_exception(error)
-        self._end("a step failed on rank 0 while other ranks were running it")
+        self._end("; ".join(["a step failed on rank 0 while other ranks were running it", *self._ended()]))
 
     def close(self) -> None:
         self._closing.set()
+        self._watch.stop()
         for member in self._members:
             member.hang_up()
         for member in self._members:
@@ -108,23 +115,60 @@ class Leader(Ranks):
         super().close()
         self._folder.remove()
 
+    def _adapter_answer(self, member: _Member) -> str:
+        """As the member's, which may take as long as a step."""
+        for _ in range(max(1, round(LIMITS.serving_s / BEAT_S))):
+            if member.answers(BEAT_S):
+                return member.adapter_answer()
+        self._end(f"rank {member.rank} of {self.size} has not taken an adapter for {LIMITS.serving_s:g} s")
+
     def _tell(self, message: bytes) -> None:
+        self.progress.begin_wait(Wait.SENT)
         for member in self._members:
             try:
                 member.orders.send_bytes(message)
             except OSError as error:
                 self.lost(error)
+        self.progress.end_wait()
 
-    def _watch(self, member: _Member) -> None:
-        status = member.process.wait()
+    def _await_end(self, member: _Member) -> None:
+        member.process.wait()
         if not self._closing.is_set():
-            self._end(f"rank {member.rank} of {self.size} has ended ({_said(status)})")
+            self._end("; ".join(self._ended()))
+
+    def _ended(self) -> list[str]:
+        """Which ranks have, as of a moment from now: one that dies takes others with it, which may be seen first."""
+        time.sleep(_MOMENT_S)
+        ended = [(member.rank, member.status()) for member in self._members]
+        return [f"rank {rank} of {self.size} has ended ({_said(at)})" for rank, at in ended if at is not None]
 
     def _end(self, why: str) -> NoReturn:
         """At once: the interpreter's own end would wait for an exchange that never comes."""
+        self._ending.acquire()  # by the first thread that has something to say
+        self._closing.set()
         print(f"engine: {why}: the engine ends", file=sys.stderr, flush=True)
+        for member in self._members:
+            member.process.kill()  # one that is stopped sees nothing of this process's end where the kernel does not
         self._folder.remove()
         os._exit(1)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What another rank is told with the plan. `folder`: of the ranks' files; `leader`: rank 0's process."""
+
+    rank: int
+    folder: Path
+    leader: int
+    limits: Limits
+
+    @property
+    def store(self) -> str:
+        return str(self.folder / _STORE)
+
+    @property
+    def progress(self) -> Path:
+        return self.folder / _PROGRESS
 
 
 def start_rank(orders: socket.socket, slots: socket.socket) -> subprocess.Popen[bytes]:
@@ -141,8 +185,8 @@ def start_rank(orders: socket.socket, slots: socket.socket) -> subprocess.Popen[
 class _Member:
     """Another rank's process and its sockets."""
 
-    def __init__(self, plan: EnginePlan, rank: int, store: str) -> None:
-        self.rank = rank
+    def __init__(self, plan: EnginePlan, start: Start) -> None:
+        self.rank = start.rank
         ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
         with theirs[0], theirs[1]:
             self.process = start_rank(*theirs)
@@ -150,7 +194,7 @@ class _Member:
         self._sockets = ours[1]
         self._slots = Connection(os.dup(ours[1].fileno()))
         sent = replace(plan, source=None)  # type: ignore[arg-type]  # open files: it opens its own
-        self.orders.send_bytes(pickle.dumps((sent, replace(plan.shard, rank=rank), store)))
+        self.orders.send_bytes(pickle.dumps((sent, replace(plan.shard, rank=start.rank), start)))
 
     def loaded(self) -> None:
         try:
@@ -172,6 +216,10 @@ class _Member:
         finally:
             os.close(file)
 
+    def answers(self, timeout_s: float) -> bool:
+        """Whether it has answered, or ended, after that time."""
+        return self._slots.poll(timeout_s)
+
     def adapter_answer(self) -> str:
         """Why the adapter that was sent last could not be taken; "": it was."""
         try:
@@ -179,6 +227,13 @@ class _Member:
         except (EOFError, OSError):
             answer = "it has ended"
         return answer and f"rank {self.rank}: {answer}"
+
+    def status(self) -> int | None:
+        """With which it has ended, if it has."""
+        try:
+            return self.process.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def hang_up(self) -> None:
         """It ends when it sees that."""

@@ -108,9 +108,7 @@ class CausalLM:
         return self.output(hidden if step.keep is None else hidden[step.keep], step.output_kind)
 
     def check(self) -> None:
-        """Once for each begun step, when it has ended: raises the first of its experts' errors, or that of an exchange
-        to which a rank has not come."""
-        self.group.check()
+        """Once for each begun step, when it has ended: raises the first of its experts' errors."""
         errors = []
         for backend in self.expert_backends:
             try:

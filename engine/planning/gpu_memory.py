@@ -21,7 +21,6 @@ from engine.linear.gpu import slot_table_bytes
 from engine.memory.costs import TYPICAL_RANK
 from engine.memory.items import Item, Kind
 from engine.memory.limits import Memory
-from engine.ranks.peers.sums import PeerSums
 
 _GRAPH_BYTES = 24 << 20  # of one CUDA graph: its nodes and its part of the shared pool
 _F32 = 4
@@ -39,7 +38,7 @@ def gpu_memory(device: str) -> Memory:
 def gpu_items(
     config: EngineConfig, model: ModelConfig, element_bytes: int, device: str = "cuda", attention: str = "flashinfer"
 ) -> list[Item]:
-    """Workspaces, CUDA graphs, the adapters' slot tables and what other ranks write to; pinned twins on the CPU."""
+    """Workspaces, CUDA graphs and the adapters' slot tables; pinned twins on the CPU."""
     name = _name(device)
     sizes = len(bucket_sizes(config.max_num_seqs))
     items = []
@@ -57,8 +56,6 @@ def gpu_items(
         tables = slot_table_bytes(model, config.max_adapter_slots, config.max_adapter_rank, element_bytes)
         label = f"adapter slots, {config.max_adapter_slots} x rank {config.max_adapter_rank}"
         items.append(Item(name, Kind.OTHER, label, tables))
-    if config.tensor_parallel > 1 and config.tensor_parallel_sums == "peers":
-        items.append(Item(name, Kind.OTHER, "sums over ranks", PeerSums.bytes_of(config.tensor_parallel)))
     return items
 
 

@@ -120,11 +120,6 @@ def _expert_backend(config: EngineConfig, source: WeightSource, placement: Place
     return "" if source.config.sparse_layers else "no layer of this model has routed experts"
 
 
-def _sums(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
-    several = config.tensor_parallel > 1 and placement.device != "cpu"
-    return "" if several else "no model is divided over several GPUs (--tensor-parallel)"
-
-
 def _expert_parallel(config: EngineConfig, source: WeightSource, placement: Placement) -> str:
     divided = config.tensor_parallel > 1 and divides_experts(placement) and source.config.experts is not None
     return "" if divided else "no experts are divided (--tensor-parallel)"
@@ -158,7 +153,6 @@ _RULES: dict[str, _Rule] = {
     "adapter_memory": _slots,
     "max_adapter_rank": _slots,
     "expert_backend": _expert_backend,
-    "tensor_parallel_sums": _sums,
     "expert_parallel": _expert_parallel,
     "training_share": _training,
     "training_tokens": _training,

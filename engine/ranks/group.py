@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from engine.errors import EngineError
-from engine.ranks.peers.sums import TRIAL_POLLS, Meeting, PeerSums, reachable
-from engine.ranks.peers.trial import adds_exactly
+from engine.ranks.progress import Progress, Wait
 
-TIMEOUT_S = 300  # of one exchange: a rank may wait for another's long chunk, but not without end
+_TIMEOUT_S = 1200  # torch's own, which says nothing of ranks and knows no graphs: `engine.ranks.watch` is much earlier
 
 
 # Groups of which there may be several in a process, where torch.distributed keeps one for all.
@@ -40,8 +38,9 @@ class Group:
         """[rows, the ranks' parts of width] -> [rows, width], on every rank. Parts are equal, but for the last ones."""
         return x
 
-    def check(self) -> None:
-        """EngineError if, in a step that has ended, a rank had not come to an exchange in time."""
+    def results(self, wait: Callable[[], None]) -> None:
+        """`wait` returns when a step has ended, and with it its exchanges."""
+        wait()
 
     def close(self) -> None:
         """No exchange follows."""
@@ -51,121 +50,77 @@ ALONE = Group()
 
 
 class Ranks(Group):
-    """Over NCCL between GPUs, and gloo between CPUs, of one machine; if `sums` is peers, those of few rows over the
-    GPUs' own memory where they can reach each other's. `store`: a file that all ranks can reach, and nobody else.
-    Nothing is sent before `connect`, which waits for all ranks; then `notes` say how sums are taken."""
+    """Over NCCL between GPUs, and gloo between CPUs, of one machine. `store`: a file that all ranks can reach, and
+    nobody else. Nothing is sent before `connect`, which waits for all ranks. Exchanges have no limit of their own: a
+    rank's `progress` says where it waits, and `engine.ranks.watch` ends those that wait too long."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: str, sums: str = "nccl") -> None:
-        self.rank = rank
-        self.size = size
-        self._sums = sums
+    def __init__(self, device: torch.device, store: str, progress: Progress) -> None:
+        self.rank = progress.rank
+        self.size = progress.size
+        self.progress = progress
         self._device = device
         self._store = store
         self._ranks: Any = None
-        self._meeting: Meeting | None = None
-        self._peers: PeerSums | None = None
-        self.notes: list[str] = []
 
     def connect(self) -> None:
-        limit, store = timedelta(seconds=TIMEOUT_S), dist.FileStore(self._store, self.size)
+        self.progress.begin_exchange()
+        self._ranks = self._connected()
+        met = self.sum(torch.ones(1, device=self._device))  # NCCL connects at the first exchange, never in a graph
+        if float(met) != self.size:
+            raise RuntimeError(f"{float(met)} of {self.size} ranks have met")
+
+    def _connected(self) -> Any:
+        limit, store = timedelta(seconds=_TIMEOUT_S), dist.FileStore(self._store, self.size)
         store.set_timeout(limit)
         if self._device.type == "cuda":
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where ranks first meet: nobody outside is to
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._ranks = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = limit
-            self._ranks = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-        met = self.sum(torch.ones(1, device=self._device))  # NCCL connects at the first exchange, never in a graph
-        if float(met) != self.size:
-            raise RuntimeError(f"{float(met)} of {self.size} ranks have met")
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                self.notes = [f"sums over GPUs: {self._choose_sums(store)}"]
-
-    def _choose_sums(self, store: Any) -> str:
-        """The same on all ranks: how they take sums from here on."""
-        if self._sums == "nccl":
-            return "NCCL"
-        why = self._meet_peers(store)
-        return f"NCCL ({why})" if why else "few rows over their memory, others by NCCL"
-
-    def _meet_peers(self, store: Any) -> str:
-        """All ranks come to the same result: why NCCL takes all sums, or ""."""
-        if not self._agreed(reachable(self.rank, self.size)):
-            return "not every GPU reaches the others' memory"
-        why = ""
-        try:
-            self._meeting = Meeting(self._store, store, self.rank, self.size, self._device)
-            peers = PeerSums(self.rank, self._meeting.cells())
-        except (RuntimeError, AttributeError, TypeError) as error:  # the others: a torch without it, or with another
-            why = str(error).partition("\n")[0]
-        if not self._agreed(not why):
-            return why or "another rank cannot share its memory"
-        peers.prepare()
-        self._agreed(True)  # no rank's first sum waits for another's compiler
-        right = adds_exactly(partial(peers.sum, polls=TRIAL_POLLS), self.rank, self.size, self._device)
-        if not self._agreed(right):
-            return "a sum over their memory was wrong, or came too late"
-        self._peers = peers
-        return ""
-
-    def _agreed(self, yes: bool) -> bool:
-        """Whether all ranks say so."""
-        return float(self.sum(torch.full((1,), float(yes), device=self._device))) == self.size
+            return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = limit
+        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         narrow = x.device.type == "cpu" and x.dtype != torch.float32
         y = x.float() if narrow else x.contiguous()
-        if self._peers is not None and self._peers.takes(y):
-            return self._peers.sum(y)
-        _finish(self._ranks.allreduce([y], _on_stream(dist.AllreduceOptions())))
+        self._exchange(self._ranks.allreduce, [y], dist.AllreduceOptions())
         return y.to(x.dtype) if narrow else y
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
-        options = _on_stream(dist.BroadcastOptions())
+        options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         y = x.contiguous()
-        _finish(self._ranks.broadcast([y], options))
+        self._exchange(self._ranks.broadcast, [y], options)
         return y
 
     def gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
         rows, each = x.shape[0], -(-width // self.size)
         mine = x if x.shape[1] == each else F.pad(x, (0, each - x.shape[1]))
         parts = x.new_empty(self.size * rows, each)
-        _finish(self._ranks._allgather_base(parts, mine.contiguous(), _on_stream(dist.AllgatherOptions())))
+        self._exchange(self._ranks._allgather_base, parts, mine.contiguous(), dist.AllgatherOptions())
         return parts.view(self.size, rows, each).transpose(0, 1).reshape(rows, self.size * each)[:, :width]
 
-    def check(self) -> None:
-        if self._peers is not None and self._peers.missed:
-            raise EngineError(
-                f"rank {self.rank} of {self.size} has waited some minutes for another rank's part of a sum"
-            )
+    def results(self, wait: Callable[[], None]) -> None:
+        self.progress.begin_wait(Wait.RESULTS)
+        try:
+            wait()
+        finally:
+            self.progress.end_wait()
 
     def close(self) -> None:
         """Graphs with exchanges in them must be gone: NCCL waits for that."""
-        if self._peers is not None:
-            self._peers.stop()  # what is freed waits for the device
-        self._peers = None
-        if self._meeting is not None:
-            self._meeting.close()
-        self._meeting = None
         if self._ranks is not None and self._device.type == "cuda":
             self._ranks.abort()
         self._ranks = None
 
-
-def _on_stream(options: Any) -> Any:
-    """In the current stream's own order, where torch can."""
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = False
-    return options
-
-
-def _finish(work: Any) -> None:
-    """NCCL returns None for what runs in the current stream's own order."""
-    if work is not None:
-        work.wait()
+    def _exchange(self, start: Callable[..., Any], *what: Any) -> None:
+        """The last of `what` are its options. One that fails ends the process: nothing is put right behind it."""
+        if hasattr(what[-1], "asyncOp"):
+            what[-1].asyncOp = False  # in the current stream's own order, where torch can
+        self.progress.begin_exchange()
+        work = start(*what)
+        if work is not None:  # NCCL returns None for what runs in that order
+            work.wait()
+        self.progress.end_wait()

@@ -191,7 +191,7 @@ class ModelRunner:
         """Waits for the step. One list per row of the plan: the drafts that were sampled, from the first on, and the
         token after them; empty for a row that samples nothing or is among `step.failed`. Raises what failed in it."""
         if step.arrival is not None:
-            step.arrival.wait()
+            self.model.group.results(step.arrival.wait)
         self.model.check()
         step.experts_touched = self._touched.by_layer(step.touched)
         if step.pending is not None:

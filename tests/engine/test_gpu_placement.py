@@ -114,10 +114,6 @@ def test_memory_of_a_gpu(model):
     assert [item.label for item in fewer] == ["attention workspace", "attention plans, pinned"]
     least = EngineConfig(max_adapter_slots=0, cuda_graphs="off")
     assert not gpu_items(least, model, 2, "cuda", "reference")  # whose cache is all it has
-    divided = replace(least, tensor_parallel=4)
-    (sums,) = gpu_items(replace(divided, tensor_parallel_sums="peers"), model, 2, "cuda", "reference")
-    assert (sums.label, sums.num_bytes) == ("sums over ranks", 16 << 20)
-    assert not gpu_items(divided, model, 2, "cuda", "reference")
 
 
 def test_each_attention_has_plans_of_its_own(model):

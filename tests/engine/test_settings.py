@@ -61,7 +61,6 @@ SOMETIMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "expert_backend": ({"expert_backend": "native"}, {}),
     "training_share": ({"training_share": 0.2, "fine_tuning": True}, {"training_share": 0.2}),
     "training_tokens": ({"training_tokens": 64, "fine_tuning": True}, {"training_tokens": 64}),
-    "tensor_parallel_sums": ({}, {"tensor_parallel_sums": "peers"}),
     "expert_parallel": ({"expert_parallel": True, "tensor_parallel": 2}, {"expert_parallel": True}),
 }
 REFUSED = [
@@ -133,7 +132,6 @@ def test_where_nothing_is_left_to_the_cpu(model: Path) -> None:
     there = replace(plan.placement, choices={name: Choice("gpu", "cuda", "cuda") for name in plan.placement.choices})
     notes = unused_settings(EngineConfig(cpu_threads=2), plan.source, there)
     assert notes == ["note: --cpu-threads changes nothing: the GPU computes everything"]
-    assert unused_settings(EngineConfig(tensor_parallel=2, tensor_parallel_sums="peers"), plan.source, there) == []
     hybrid = replace(plan.placement, choices={name: Choice("hybrid", "cuda") for name in plan.placement.choices})
     assert unused_settings(EngineConfig(cpu_threads=2, gpu_expert_memory="1GiB"), plan.source, hybrid) == []
     kt = replace(plan.placement, choices={name: Choice("kt", "cpu") for name in plan.placement.choices})

@@ -45,11 +45,6 @@ def answers(family: Family, **config) -> list[Result]:
     engine = family.engine(max_num_batched_tokens=24, max_num_seqs=6, **config)
     graphs = config.get("cuda_graphs", "auto") == "auto" and config["device"] == "cuda"
     assert (engine.core.runner.padded is not None) == (graphs and config["dtype"] == "bfloat16")
-    if config.get("tensor_parallel", 1) > 1:
-        peers = config.get("tensor_parallel_sums") == "peers"
-        reached = peers and torch.cuda.can_device_access_peer(0, 1)
-        how = "few rows over their memory" if reached else "NCCL"
-        assert any(f"sums over GPUs: {how}" in note for note in engine.core.runner.notes), engine.core.runner.notes
     asked = prompts(1, [3, 9, 40, 14])
     ids = [engine.submit(p, n, logprobs=3, max_tokens=12) for p, n in zip(asked, NAMES, strict=True)]
     ids.append(engine.submit(prompts(1, [12])[0], NAMES[1], temperature=1.0, seed=5, prompt_logprobs=2))
@@ -115,12 +110,11 @@ def test_sinks_and_biases_of_experts_are_divided(tmp_path, config, ranks):
 
 @on_gpus
 def test_float32_tokens_are_those_of_one(family, ranks):
-    """Whoever takes the sums, and however experts are divided."""
+    """However experts are divided."""
     config = {"device": "cuda", "rules": "reference", "dtype": "float32", "expert_backend": "gpu"}
     config |= {"linear_backend": "gpu"}
     one = answers(family, **config)
-    ways: list[dict[str, object]] = [{}, {"tensor_parallel_sums": "peers"}, {"expert_parallel": True}]
-    for way in ways:
+    for way in ({}, {"expert_parallel": True}):
         several = answers(family, **config, tensor_parallel=ranks, **way)
         assert [r.tokens for r in several] == [r.tokens for r in one]
         assert max(errors(several, one)) < 1e-3

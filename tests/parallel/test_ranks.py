@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import weakref
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
-import psutil
 import pytest
-import zmq
 
-from engine.config import EngineConfig
 from engine.errors import AdapterError
-from engine.heartbeat import Heartbeat
 from engine.launch.assemble import pad_decode
 from engine.launch.leader import Leader
 from engine.lora.adapter import AdapterWeights
-from engine.messages import FatalError, Ready, decode_from_engine
+from engine.ranks.watch import Limits
 from engine.steps.graphs.padded import PaddedDecode
 from engine.steps.runner import ModelRunner
-from ktserve.launcher import program
 from native import available
 from testing.harness import Harness, Result, greedy
 from testing.models.tiny import save_hf, tiny_model
-from testing.processes import gone
-from testing.waiting import PATIENCE_S, eventually
 from tests.engine.family import Family
 from tests.engine.parity import CLEAR, prompts
 from tests.parallel import forks
@@ -75,7 +64,7 @@ def alone(family) -> list[Result]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_starts() -> Iterator[None]:
-    """Ranks are forked from a process that has imported torch. The last test starts them as the engine does."""
+    """Ranks are forked from a process that has imported torch. Those of test_ends.py are started as the engine does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.launch.leader.start_rank", forks.ForkedRank)
         yield
@@ -193,6 +182,20 @@ def test_an_adapter_that_one_rank_cannot_take_fills_no_slot(family, alone):
     engine.close()
 
 
+def test_an_adapter_that_a_rank_does_not_take_ends_all(family, monkeypatch):
+    def end(leader: Leader, why: str) -> None:
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(Leader, "_end", end)
+    engine = Harness(family.model_path, tensor_parallel=2)
+    leader = engine.core.runner.leader
+    monkeypatch.setattr("engine.launch.leader.LIMITS", Limits(serving_s=2.0))
+    monkeypatch.setattr(leader._members[0], "send_adapter", lambda *_: None)
+    with pytest.raises(RuntimeError, match="rank 1 of 2 has not taken an adapter for 2 s"):
+        leader.set_adapter(lambda *_: None, 1, AdapterWeights("a", "made"))
+    engine.close()
+
+
 def test_a_start_that_fails_drops_graphs_before_the_group(family, monkeypatch):
     """NCCL's end waits for the graphs that it is captured in."""
     padded: list[weakref.ref[PaddedDecode]] = []
@@ -214,40 +217,3 @@ def test_a_start_that_fails_drops_graphs_before_the_group(family, monkeypatch):
     with pytest.raises(RuntimeError, match="out of memory"):
         Harness(family.model_path, tensor_parallel=2, cuda_graphs="padded")
     assert left == [None]
-
-
-def test_a_rank_that_dies_ends_all(tmp_path):
-    """The other one dies as it would if rank 0 were killed: nothing of the engine is left."""
-    save_hf(tiny_model(6, num_attention_heads=3, num_key_value_heads=3, moe_intermediate_size=48), tmp_path / "model")
-    address = f"ipc://{tmp_path}/engine"
-    config = EngineConfig(
-        model=str(tmp_path / "model"), device="cpu", rules="reference", kv_cache_tokens=256, tensor_parallel=3
-    )
-    beat = tmp_path / "beat"
-    Heartbeat.create(beat)
-    command = program("engine", "serve", "--config-json", msgspec.json.encode(config).decode(), "--address", address)
-    engine = subprocess.Popen([*command, "--heartbeat", str(beat)], stderr=subprocess.PIPE)
-    context = zmq.Context()
-    connection = context.socket(zmq.DEALER)
-    try:
-        connection.connect(address)
-        assert connection.poll(int(PATIENCE_S * 1000))
-        while not _is_ready(connection.recv()):
-            assert connection.poll(int(PATIENCE_S * 1000))
-        ranks = [child for child in psutil.Process(engine.pid).children() if "rank" in child.cmdline()]
-        assert len(ranks) == 2
-        os.kill(ranks[0].pid, signal.SIGKILL)
-        _, said = engine.communicate(timeout=PATIENCE_S)
-        assert engine.returncode == 1 and b"has ended (signal 9): the engine ends" in said
-        eventually(lambda: gone(ranks[1].pid), "a rank is left")
-    finally:
-        engine.kill()
-        engine.wait()
-        connection.close(linger=0)
-        context.term()
-
-
-def _is_ready(frame: bytes) -> bool:
-    messages = decode_from_engine(frame)
-    assert not any(isinstance(m, FatalError) for m in messages), messages
-    return any(isinstance(m, Ready) for m in messages)

@@ -1,1 +1,0 @@
-"""Sums over the memory of the other GPUs of a machine."""
