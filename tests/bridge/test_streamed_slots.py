@@ -10,6 +10,7 @@ import torch
 from engine.experts.base import ExpertBuffers
 from engine.experts.native import NativeExperts
 from engine.experts.streamed.backend import StreamedExperts
+from engine.experts.streamed.layers import LayerStream
 from native import _native
 from testing.bridge import HostBridge
 from testing.models.shapes import config
@@ -17,6 +18,27 @@ from tests.native.expert_layers import F32, E, H, I, K, Layer, lora
 
 LAYERS = 2
 CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, num_hidden_layers=LAYERS)
+
+
+def test_the_first_copies_wait_for_the_tables_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer's first copy waits for is recorded behind the zeros of the tables that it fills."""
+    cpu = torch.device("cpu")
+    pool: Any = _native.WorkerPool([[0, 1]])
+    bridge = HostBridge(NativeExperts(CONFIG, F32, pool), CONFIG, cpu)
+    streamed = StreamedExperts(bridge, CONFIG, F32, cpu, max_rows=8, max_slots=4, max_rank=16, threshold=4)
+    for layer in range(LAYERS):
+        streamed.load_layer(layer, Layer("F32").store)
+    there: list[int] = []
+    prepare = LayerStream.prepare
+
+    def prepared(self: LayerStream) -> None:
+        there.append(len(streamed._streaming._buffers))
+        prepare(self)
+
+    monkeypatch.setattr(LayerStream, "prepare", prepared)
+    streamed.begin_step(8, lora=False, eager=True)
+    assert there and set(there) == {2}
+    streamed.close()
 
 
 @pytest.mark.parametrize(("slots", "copied"), [({3}, {3}), (set(), set()), (None, {1, 3}), ({1, 2}, {1})], ids=str)

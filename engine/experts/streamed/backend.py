@@ -85,7 +85,7 @@ class StreamedExperts(ExpertBackend):
         self._streaming = Streaming(
             parts, config.sparse_layers, dtype, device, max_slots=max_slots, touched=touched, hot=hot
         )
-        self.prompts = StreamedPrompts(self._streaming, touched, device, threshold) if prompt_lane else None
+        self.prompts = StreamedPrompts(self._streaming, touched, device) if prompt_lane else None
         self._streams = False
 
     @property
@@ -125,6 +125,8 @@ class StreamedExperts(ExpertBackend):
     def begin_step(self, rows: int, *, lora: bool, eager: bool, slots: Collection[int] | None = None) -> None:
         limit = self.measure() if self.threshold is None else self.threshold
         self._streams = eager and rows >= limit and self.prompts is None
+        if self.prompts is not None:
+            self.prompts.threshold = limit
         self._inner.begin_step(rows, lora=lora, eager=eager, slots=slots)
         if self._streams:
             self._streaming.begin_step(lora=lora, slots=slots)
@@ -168,8 +170,6 @@ class StreamedExperts(ExpertBackend):
                 break
         found = measured_threshold(cpu_s, streamed_s)
         self.threshold = NEVER if found is None else found
-        if self.prompts is not None:
-            self.prompts.threshold = self.threshold
         self.measured = {"streamed_s": streamed_s, "cpu_s": cpu_s, "threshold": self.threshold}
         return self.threshold
 

@@ -105,13 +105,14 @@ class Streaming:
 
     @torch.inference_mode(False)  # memory that is written to in and out of that mode
     def prepare(self) -> None:
-        """Allocate what is not there yet."""
-        self.layers.prepare()
+        """Allocate what is not there yet. The tables come first: what is copied into them waits for the events that the
+        layers record here, and else could come before these zeros."""
         slots, experts = self._max_slots + 1, self._parts.sizes.experts
         while len(self._buffers) < 2:
             place = torch.zeros(slots, experts, dtype=torch.int32, device=self._device)
             address = torch.zeros(slots, experts, dtype=torch.int64, device=self._device)
             self._buffers.append(_Beside(place, address, {}))
+        self.layers.prepare()
 
     def _copy_beside(self, number: int, layer: int) -> None:
         """Of the step's adapters: what another slot held here is stale, but its memory is kept for the next step."""
@@ -142,7 +143,7 @@ class Streaming:
 
 class StreamedPrompts(ExpertBackend):
     """Experts of the lane of long prompts: every step is streamed. Whoever made `streaming` loads layers, sets adapters
-    and closes it. `threshold`: rows from which it takes less than the CPU; None: not measured yet.
+    and closes it. `threshold`: rows from which it takes less than the CPU; None before the first step of the others.
 
     The thread that launches is held back where it is layers ahead of the GPU, so that the GPU's queue does not fill up:
     it would hold up who launches decode steps.
@@ -151,11 +152,9 @@ class StreamedPrompts(ExpertBackend):
     buffers_on = "cuda"
     follows_stream = True
 
-    def __init__(
-        self, streaming: Streaming, touched: TouchedExperts, device: torch.device, threshold: int | None
-    ) -> None:
+    def __init__(self, streaming: Streaming, touched: TouchedExperts, device: torch.device) -> None:
         self._streaming, self._touched, self._device = streaming, touched, device
-        self.threshold = threshold
+        self.threshold: int | None = None
         self._computed: deque[Any] = deque()  # events behind layers
 
     @property
