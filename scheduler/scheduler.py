@@ -5,7 +5,7 @@ add -> [schedule -> StepPlan -> (engine launches) -> commit -> events] ... -> on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -199,6 +199,16 @@ class Scheduler:
             if not request.background:
                 self._gaps.ended(now - request.arrival_s, now)
         return events
+
+    def take_proposals(self, proposals: Mapping[str, Sequence[int]]) -> None:
+        """Behind `commit`: what the model says may follow the output of requests, by their ids, as drafts of the next
+        step. Requests that have ended are ignored."""
+        drafter = self._core.drafter
+        if drafter is None:
+            return
+        for request_id, tokens in proposals.items():
+            if (request := self._core.requests.get(request_id)) is not None:
+                drafter.take(request, tokens)
 
     def drop(self, plan: StepPlan) -> list[Event]:
         """The step failed in the engine: its requests fail; others that shared blocks it wrote are recomputed."""

@@ -46,7 +46,7 @@ class Profiler:
             }
         except OSError as error:
             raise UserError(f"--profile-dir {folder}: {error.strerror}", field="profile_dir") from error
-        sparse = source.config.sparse_layers
+        sparse = source.config.without_mtp.sparse_layers  # a step's trace is of these
         self._expert_bytes = [source.experts(layer).num_bytes // source.config.num_experts for layer in sparse]
         self._dense_bytes = source.num_bytes - sum(source.experts(layer).num_bytes for layer in sparse)
         self._kv_bytes_per_token = kv_bytes_per_token

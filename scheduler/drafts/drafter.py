@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from scheduler.drafts.chances import Chances
 from scheduler.drafts.gain import Gain, Offer
+from scheduler.drafts.predicted import Predicted
 from scheduler.drafts.texts import Proposer
 from scheduler.plan import StepPlan
 from scheduler.request import Request
@@ -64,6 +65,12 @@ class Drafter:
             self._rests[request] = _Rest(len(request.output) + rest, rest)
             chosen[i] = tokens[:count]
         return chosen
+
+    def take(self, request: Request, tokens: Sequence[int]) -> None:
+        """What the model itself says may follow the request's output. ValueError if proposals are made otherwise."""
+        if not isinstance(self._proposer, Predicted):
+            raise ValueError(f"proposals are made by {type(self._proposer).__name__}, not by the model")
+        self._proposer.take(request, tokens)
 
     def observe(self, plan: StepPlan, tokens: int, seconds: float) -> None:
         """How long a step took, and how many tokens came of it."""

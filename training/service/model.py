@@ -21,7 +21,7 @@ from engine.experts.capabilities import NativeKernels, needed
 from engine.linear.base import Linear
 from engine.memory.costs import layers_kept
 from engine.model.attention import Attention, GroupedQueryAttention
-from engine.model.causal_lm import CausalLM, Layer
+from engine.model.causal_lm import CausalLM
 from engine.model.delta import DeltaNetAttention
 from engine.model.latent import LatentAttention
 from engine.model.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
