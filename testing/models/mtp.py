@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
+
+from testing.models.gguf_writer import GGUF_NAMES, save_gguf
 
 _FILE = "model.safetensors"
 _QWEN = {
@@ -112,3 +115,28 @@ def add_mtp(layer: TorchMtp, folder: Path, *, fused: bool = False) -> None:
         config["num_nextn_predict_layers"] = 1
     save_file(load_file(folder / _FILE) | stored, folder / _FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def save_mtp_gguf(layer: TorchMtp, path: Path, kind: str = "F32") -> TorchMtp:
+    """The model and the layer as llama.cpp's converter would write them; returns the layer that the file holds, over
+    the model that it holds."""
+    model, own = copy.deepcopy(layer.model[0]), copy.deepcopy(layer)
+    config, arch = model.config, GGUF_NAMES[layer.model[0].config.model_type]
+    count = config.num_hidden_layers
+    model.model.layers.append(own.block)
+    config.num_hidden_layers, config.num_nextn_predict_layers = count + 1, 0
+    minus_one = hasattr(config, "linear_num_key_heads")
+    if minus_one:
+        config.layer_types = [*config.layer_types, "full_attention"]
+    names = {"eh_proj": own.eh_proj, "enorm": own.enorm, "hnorm": own.hnorm, "shared_head_norm": own.norm}
+    more = {
+        f"blk.{count}.nextn.{name}.weight": module.weight.detach() + (minus_one and name != "eh_proj")
+        for name, module in names.items()
+    }
+    metadata = {f"{arch}.nextn_predict_layers": 1}
+    held = save_gguf(model, path, kind, kind, metadata=metadata, more=more)
+    own.block = held.model.layers[count]
+    del held.model.layers[count]
+    held.config.num_hidden_layers = count
+    own.model = [held]
+    return own

@@ -1,0 +1,369 @@
+"""`--speculate mtp:K`: drafts are what the model's layer of multi-token prediction says, and the tokens are those without
+them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers.modeling_layers import MtpLayer
+
+from engine.config import EngineConfig
+from engine.errors import ModelFileError, UserError
+from engine.launch.null.build import build_null
+from engine.memory.items import Kind
+from engine.messages import Finished, StopFound
+from engine.planning.plan import plan_engine
+from engine.weights.open import open_model
+from testing.harness import Harness
+from testing.models.mtp import TorchMtp, add_mtp, save_mtp_gguf
+from testing.models.tiny import save_hf, tiny_model
+from tests.engine.family import Family
+from tests.engine.parity import BACKENDS, CLEAR, prompts
+from tests.engine.test_speculation import requests
+
+NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text")
+each = pytest.mark.parametrize("name", NAMES)
+
+
+def made(name: str, folder: Path, *, fused: bool = False, **shape: Any) -> TorchMtp:
+    """A model with a layer that predicts, in `folder`."""
+    model = tiny_model(3, family=name, **shape)
+    layer = TorchMtp(model, 5)
+    save_hf(model, folder, fused=fused)
+    add_mtp(layer, folder, fused=fused)
+    return layer
+
+
+def watched(engine: Harness) -> list[tuple[list[int], list[int]]]:
+    """Grows by each text and what was proposed behind it."""
+    seen: list[tuple[list[int], list[int]]] = []
+    scheduler = engine.core.scheduler
+    take = scheduler.take_proposals
+
+    def watch(proposals: dict[str, list[int]]) -> None:
+        for request_id, tokens in proposals.items():
+            if (request := scheduler.request(request_id)) is not None:
+                seen.append((request.prompt + request.output, tokens))
+        take(proposals)
+
+    scheduler.take_proposals = watch  # type: ignore[method-assign]
+    return seen
+
+
+def expect(layer: TorchMtp, seen: list[tuple[list[int], list[int]]]) -> None:
+    for text, tokens in seen:
+        expected, gap = layer.propose(text, len(tokens))
+        assert tokens == expected or gap < CLEAR, len(text)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_the_layer_is_that_of_transformers(name: str) -> None:
+    model = tiny_model(3, family=name)
+    own = TorchMtp(model, 5)
+    with torch.inference_mode():
+        other = MtpLayer(model.config, type(own.block), type(own.norm), 1)
+        state = {name.replace("block.", "mtp_block."): value for name, value in own.state_dict().items()}
+        state["post_norm.weight"] = state.pop("norm.weight")
+        other.load_state_dict(state)
+        hidden, ids = torch.randn(7, 64), torch.arange(2, 9)
+        embedded, positions = model.model.embed_tokens(ids)[None], torch.arange(7)[None]
+        mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
+        rotation = model.model.rotary_emb(embedded, positions)
+        expected = other.eval()(embedded, hidden[None], rotation, mask, positions, None)
+        assert torch.allclose(own(hidden, ids), expected[0], atol=1e-5)
+
+
+@each
+@BACKENDS
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_each_proposal_is_what_the_layer_says(tmp_path: Path, backend: dict[str, Any], name: str, fused: bool) -> None:
+    """Behind prompts in chunks, beside others, behind cached prefixes, behind wrong drafts and right ones."""
+    layer = made(name, tmp_path, fused=fused)
+    engine = Harness(tmp_path, speculate="mtp:3:always", max_num_seqs=4, max_num_batched_tokens=24, **backend)
+    seen, asked = watched(engine), prompts(1, [3, 40, 30, 20, 1])
+    first = engine.generate(asked, max_tokens=20)
+    assert {len(tokens) for _, tokens in seen} == {1, 2, 3}, "the last ones are as many as are of use"
+    assert engine.generate(asked, max_tokens=20) == first
+    assert engine.core.stats()["prefix_hit_tokens"] > 0 and engine.core.stats()["drafted_tokens"] > 100
+    engine.close()
+    expect(layer, seen)
+
+
+@each
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_the_layer_in_gguf(tmp_path: Path, name: str, kind: str) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
+    layer = save_mtp_gguf(TorchMtp(tiny_model(3, family=name, **sizes), 5), tmp_path / "m.gguf", kind)
+    engine = Harness(tmp_path / "m.gguf", speculate="mtp:2:always", max_num_seqs=4, max_num_batched_tokens=24)
+    seen = watched(engine)
+    engine.generate(prompts(1, [3, 40]), max_tokens=8)
+    engine.close()
+    assert len(seen) > 8
+    expect(layer, seen)
+
+
+def test_gguf_beside_a_folder_of_configuration(tmp_path: Path) -> None:
+    layer = made("glm4_moe", tmp_path / "hf")
+    held = save_mtp_gguf(layer, tmp_path / "m.gguf")
+    engine = Harness(tmp_path / "hf", gguf=str(tmp_path / "m.gguf"), speculate="mtp:2:always")
+    seen = watched(engine)
+    engine.generate(prompts(1, [9]), max_tokens=6)
+    engine.close()
+    assert seen
+    expect(held, seen)
+
+
+def always_right(folder: Path, name: str) -> None:
+    """A model whose next token follows from the last one alone, and a layer that knows it."""
+    model = tiny_model(3, family=name)
+    layer = TorchMtp(model, 5)
+    width = model.config.hidden_size
+    with torch.no_grad():
+        for key, parameter in [*model.named_parameters(), *layer.named_parameters()]:
+            if key.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+                parameter.zero_()
+        layer.eh_proj.weight.copy_(torch.cat((torch.eye(width), torch.zeros(width, width)), 1))
+        for norm, value in ((layer.enorm, torch.ones(width)), (layer.norm, model.model.norm.weight)):
+            norm.weight.copy_(torch.zeros(width) if norm is layer.enorm and "qwen" in name else value)
+    save_hf(model, folder)
+    add_mtp(layer, folder)
+
+
+@each
+@BACKENDS
+def test_drafts_that_are_always_right_are_all_accepted(tmp_path: Path, backend: dict[str, Any], name: str) -> None:
+    always_right(tmp_path, name)
+    runs = []
+    for speculate in (None, "mtp:20:always", "mtp:1:always"):
+        engine = Harness(tmp_path, speculate=speculate, **backend)
+        tokens, stats = engine.generate([[3, 4, 5]], max_tokens=43), engine.core.stats()
+        runs.append((tokens, stats["steps"]))
+        assert stats["accepted_tokens"] == stats["drafted_tokens"]
+        engine.close()
+    # the prompt's step gives one token, the others one each beside their drafts
+    assert [steps for _, steps in runs] == [43, 3, 22]
+    assert runs[0][0] == runs[1][0] == runs[2][0]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    found = {}
+    for name in ("glm4_moe", "deepseek_v3", "qwen3_5_moe_text"):
+        dense = [] if "qwen" in name else [0]
+        found[name] = Family(
+            tmp_path_factory.mktemp("family"), count=1, merged=False, family=name, mlp_only_layers=dense
+        )
+        add_mtp(TorchMtp(found[name].base, 5), found[name].model_path)
+    return found
+
+
+def answers(engine: Harness, asked: list[tuple[list[int], dict[str, Any]]], stops: dict[int, int]) -> list[Any]:
+    """Each twice, the second time behind what is cached of the first; `stops`: after how many tokens of some requests a
+    stop string is found."""
+    found = []
+    for _ in range(2):
+        rids = [engine.submit(prompt, **options) for prompt, options in asked]
+        while not all(engine.results[rid].end for rid in rids) or engine.core.busy:
+            engine.core.step()
+            for place, after in stops.items():
+                result = engine.results[rids[place % len(rids)]]
+                if result.end is None and len(result.tokens) >= after:
+                    rid = rids[place % len(rids)]
+                    engine.core.handle(StopFound(request_id=rid, num_tokens=after))
+        for rid in rids:
+            end = engine.results[rid].end
+            assert isinstance(end, Finished), end
+            found.append((engine.results[rid].tokens[: end.output_tokens], end.reason, end.output_tokens))
+    return found
+
+
+@BACKENDS
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    data=st.data(),
+    name=st.sampled_from(["glm4_moe", "deepseek_v3", "qwen3_5_moe_text"]),
+    k=st.sampled_from([1, 2, 4, 19]),
+    budget=st.sampled_from([8, 64]),
+    stops=st.dictionaries(st.integers(0, 3), st.integers(1, 12), max_size=2),
+    small=st.booleans(),
+)
+def test_tokens_are_those_without_drafts(families, backend, data, name, k, budget, stops, small) -> None:
+    """Of greedy, drawn, penalised and masked rows with and without an adapter, in chunks, preempted, behind cached
+    prefixes, to a stop string."""
+    asked = requests(data.draw)
+    limits = {"kv_cache_tokens": 112, "max_model_len": 96} if small else {}
+    runs = []
+    for speculate in (None, f"mtp:{k}:always", f"mtp:{k}"):
+        engine = families[name].engine(
+            speculate=speculate, max_num_seqs=4, max_num_batched_tokens=budget, **limits, **backend
+        )
+        runs.append(answers(engine, asked, stops))
+        stats = engine.core.stats()
+        assert stats["accepted_tokens"] <= stats["drafted_tokens"]
+        engine.close()
+    assert runs[0] == runs[1] == runs[2]
+
+
+@BACKENDS
+@each
+def test_requests_are_preempted(tmp_path: Path, backend: dict[str, Any], name: str) -> None:
+    layer, asked = made(name, tmp_path), prompts(3, [20, 25, 30, 35])
+    sizes = {"kv_cache_tokens": 96, "max_model_len": 80, "max_num_seqs": 4}
+    runs = []
+    for speculate in (None, "mtp:2:always"):
+        engine = Harness(tmp_path, speculate=speculate, **sizes, **backend)
+        seen = watched(engine)
+        runs.append(engine.generate(asked, max_tokens=24))
+        assert engine.core.stats()["preemptions"] > 0
+        engine.close()
+    assert runs[0] == runs[1]
+    expect(layer, seen)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_padded_steps(tmp_path: Path, name: str) -> None:
+    layer, asked = made(name, tmp_path), prompts(3, [20, 5, 30])
+    runs = []
+    for speculate in (None, "mtp:2:always"):
+        engine = Harness(tmp_path, speculate=speculate, cuda_graphs="padded", max_num_seqs=4)
+        seen = watched(engine)
+        runs.append(engine.generate(asked, max_tokens=12))
+        engine.close()
+    assert runs[0] == runs[1]
+    assert len(seen) > 20
+    expect(layer, seen)
+
+
+def test_what_is_kept_of_the_layer_goes_to_disk_with_the_blocks(tmp_path: Path) -> None:
+    layer, asked = made("glm4_moe", tmp_path / "model"), prompts(1, [100])
+    runs = []
+    for _ in range(2):
+        engine = Harness(
+            tmp_path / "model", speculate="mtp:2:always", kv_disk="64MiB", kv_disk_dir=str(tmp_path / "kv")
+        )
+        seen = watched(engine)
+        runs.append(engine.generate(asked, max_tokens=6))
+        engine.until(lambda engine=engine: not engine.core.waiting_for_threads)
+        hits = engine.core.stats()["disk_hit_tokens"]
+        engine.close()
+    assert runs[0] == runs[1] and hits > 0
+    expect(layer, seen)
+    plain = Harness(tmp_path / "model", kv_disk="64MiB", kv_disk_dir=str(tmp_path / "kv"))
+    assert plain.generate(asked, max_tokens=6) == runs[0]
+    assert plain.core.stats()["disk_hit_tokens"] == 0, "blocks without the layer are others"
+    plain.close()
+
+
+def test_a_prompt_without_output(tmp_path: Path) -> None:
+    """The token behind its last one is never known."""
+    made("glm4_moe", tmp_path)
+    engine = Harness(tmp_path, speculate="mtp:2:always")
+    rid = engine.submit(prompts(1, [20])[0], max_tokens=0, prompt_logprobs=1)
+    engine.run()
+    assert len(engine.results[rid].prompt_logprobs or []) == 20
+    engine.close()
+
+
+def test_logits_that_are_not_finite_make_no_draft(tmp_path: Path) -> None:
+    layer = made("glm4_moe", tmp_path / "model")
+    broken = copy.deepcopy(layer)
+    with torch.no_grad():
+        broken.norm.weight.fill_(3e38)
+    save_hf(layer.model[0], tmp_path / "broken")
+    add_mtp(broken, tmp_path / "broken")
+    runs = []
+    for folder, speculate in (("model", None), ("broken", "mtp:2:always")):
+        engine = Harness(tmp_path / folder, speculate=speculate)
+        runs.append(engine.generate(prompts(1, [9]), max_tokens=6))
+        assert engine.core.stats()["drafted_tokens"] == 0
+        engine.close()
+    assert runs[0] == runs[1]
+
+
+# ---- what is loaded, planned and refused
+
+
+def planned(path: Path, **config: Any) -> Any:
+    defaults = {"kv_cache_tokens": 128, "max_num_seqs": 4, "rules": "reference", "dtype": "float32", "device": "cpu"}
+    return plan_engine(EngineConfig(model=str(path), **(defaults | config)))
+
+
+@each
+def test_the_layer_is_loaded_only_if_it_is_asked_for(tmp_path: Path, name: str) -> None:
+    made(name, tmp_path)
+    plain, drafted = open_model(str(tmp_path)), open_model(str(tmp_path), mtp=True)
+    count = plain.config.num_hidden_layers
+    assert drafted.config.num_hidden_layers == count and len(drafted.config.layers) == count + 1
+    assert drafted.config.without_mtp.layers == plain.config.layers
+    own = {tensor for tensor in drafted.names() if tensor not in plain.names()}
+    assert own and all(tensor.startswith(f"model.layers.{count}.") for tensor in own)
+    assert any("multi-token prediction" in line and "copy" not in line for line in plain.left_out)
+    assert all("copy" in line for line in drafted.left_out)
+
+
+@each
+def test_the_plan_counts_the_layer(tmp_path: Path, name: str) -> None:
+    made(name, tmp_path)
+    sizes = []
+    for speculate in (None, "suffix:2", "mtp:1", "mtp:2", "mtp:18"):
+        plan = planned(tmp_path, speculate=speculate)
+        kinds = (Kind.EXPERTS, Kind.WEIGHTS, Kind.KV_CACHE)
+        found = [sum(item.num_bytes for item in plan.memory.items if item.kind is kind) for kind in kinds]
+        sizes.append((found, plan.cache_blocks - plan.num_blocks, plan.source.config.kv_bytes_per_token(4)))
+    plain, texts, one, two, many = sizes
+    assert plain[1:] == texts[1:] and plain[0][:2] == texts[0][:2]
+    assert one[0][0] - plain[0][0] == 8 * 3 * 64 * 64 * 4, "a layer of experts"
+    assert one[0][1] > plain[0][1] and one[2] > plain[2]
+    assert [blocks for _, blocks, _ in sizes] == [1, 1, 1, 1 + 4, 1 + 2 * 4]
+    assert many[0][2] - two[0][2] >= 4 * 16 * two[2] * (name not in ("qwen3_next", "qwen3_5_moe_text"))
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "why"),
+    [
+        ("qwen3_moe", "plain", "qwen3_moe models like this one have no layer"),
+        ("glm4_moe", "plain", "have no layer"),
+        ("minimax_m2", "plain", "have no layer"),
+        ("qwen3_next", "plain", r"is not in the files \(no tensor mtp\.\*\)"),
+    ],
+)
+def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, name: str, folder: str, why: str) -> None:
+    save_hf(tiny_model(3, family=name), tmp_path)
+    with pytest.raises(UserError, match=rf"{why}.*--speculate suffix:K or ngram:K makes drafts without one") as error:
+        planned(tmp_path, speculate="mtp:2")
+    assert error.value.field == "speculate"
+
+
+def test_a_part_of_the_layer_that_is_missing_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    made("glm4_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.2.hnorm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    open_model(str(tmp_path))
+    with pytest.raises(ModelFileError, match=r"model\.layers\.2\.hnorm\.weight \[64\] is missing"):
+        planned(tmp_path, speculate="mtp:2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tensor_parallel": 2}, "--tensor-parallel 2: ranks do not divide the layer"),
+        ({"fine_tuning": True}, "--fine-tuning: the layer of multi-token prediction is not trained"),
+    ],
+)
+def test_what_it_cannot_be_had_with(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=rf"{why}.*--speculate suffix:K"):
+        planned(tmp_path, speculate="mtp:2", **settings)
+
+
+def test_the_null_engine_has_no_layer() -> None:
+    with pytest.raises(UserError, match="the null engine has no layer that predicts"):
+        build_null(EngineConfig(model="null:", speculate="mtp:2"), lambda message: None)
