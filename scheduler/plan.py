@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -77,13 +78,15 @@ class StepPlan:
 
     A decode row's token may still be on the device (`row.token(start)` is None): it is the one that the step
     before is about to sample for the same request; such a row has no drafts. `block_tables[i]` is row i's blocks
-    as they were when the step was planned, long enough for start + num_tokens positions.
+    as they were when the step was planned, long enough for start + num_tokens positions. `drafts_from`: how long the
+    output of a request must be for drafts behind it to be looked at, where the model makes them.
     """
 
     step: int
     rows: list[StepRow]
     block_tables: list[array[int]]
     idle: Idle | None = None  # None: nothing is
+    drafts_from: Mapping[str, int] = field(default_factory=dict)  # by request id; absent: from the first token on
 
     @cached_property
     def num_tokens(self) -> int:

@@ -60,9 +60,8 @@ def _linear_values(config: ModelConfig, *, attention: bool) -> Iterator[int]:
 
 def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:
     """Its part in routed experts, in all layers."""
-    return (
-        _BF16 * 3 * len(config.without_mtp.sparse_layers) * config.num_experts * (config.hidden_size + config.moe_intermediate_size)
-    )
+    experts = len(config.without_mtp.sparse_layers) * config.num_experts
+    return _BF16 * 3 * experts * (config.hidden_size + config.moe_intermediate_size)
 
 
 def training_row_bytes(config: ModelConfig) -> int:

@@ -3,9 +3,9 @@
     step       positions 5 6 7, token 8 was sampled    hidden states 5 6 7, tokens 6 7 8 -> a guess at token 9
     afterwards position 8                              what it returned for 7, the guess -> a guess at token 10, ...
 
-The layer runs over all of a step's positions but those of wrong drafts, prompts' too, for it attends to what it has kept
-of the positions before. What it keeps of a guess is written again when the model itself gets there. Where that position
-has no block of the sequence yet, it goes to a scratch block of the row.
+The layer runs over all of a step's positions but those of wrong drafts, prompts' too, for it attends to what it has
+kept of the positions before. What it keeps of a guess is written again when the model itself gets there. Where that
+position has no block of the sequence yet, it goes to a scratch block of the row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.device import Arrival, to_device, to_host
@@ -81,11 +82,13 @@ class Proposals:
             if not row.samples:
                 # a prompt of which only log-probabilities are asked has no token behind its last one
                 following += request.tokens(end, end + 1) or request.tokens(end - 1, end)
-            most = min(self._num_drafts, request.most_output - len(request.output) - len(new) - 1) if new else 0
+            output = len(request.output) + len(new)
+            most = min(self._num_drafts, request.most_output - output - 1) if new else 0
+            most = most if output >= plan.drafts_from.get(request.request_id, 0) else 0
             rows.append(_Row(request.request_id, first, row.start, following, most, table))
         return rows
 
-    def _layout(self, rows: list[_Row], arrays: StepArrays, places: np.ndarray) -> BatchLayout:
+    def _layout(self, rows: list[_Row], arrays: StepArrays, places: NDArray[np.int64]) -> BatchLayout:
         device = self._model.device
         return BatchLayout(
             row_starts=[0, *np.cumsum([len(row.following) for row in rows]).tolist()],

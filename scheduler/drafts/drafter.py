@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from scheduler.drafts.chances import Chances
@@ -65,6 +65,12 @@ class Drafter:
             self._rests[request] = _Rest(len(request.output) + rest, rest)
             chosen[i] = tokens[:count]
         return chosen
+
+    def drafts_from(self, requests: Iterable[Request]) -> dict[str, int]:
+        """Of those requests that are not looked at yet whatever their next step brings, by their ids: how long the
+        output must be."""
+        rests = ((request, self._rest(request).until) for request in requests)
+        return {request.request_id: until for request, until in rests if until > len(request.output) + 1}
 
     def take(self, request: Request, tokens: Sequence[int]) -> None:
         """What the model itself says may follow the request's output. ValueError if proposals are made otherwise."""

@@ -78,7 +78,8 @@ class TorchMtp(nn.Module):
         x = self.eh_proj(torch.cat(parts, -1))[None]
         rotation = model.rotary_emb(x, positions)
         x = self.block(x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
-        return self.norm(x[0] if isinstance(x, tuple) else x)[0]
+        out: torch.Tensor = self.norm(x)[0]
+        return out
 
     @torch.inference_mode()
     def propose(self, tokens: list[int], count: int) -> tuple[list[int], float]:

@@ -1,5 +1,4 @@
-"""`--speculate mtp:K`: drafts are what the model's layer of multi-token prediction says, and the tokens are those without
-them."""
+"""`--speculate mtp:K`: drafts are what the model's layer of multi-token prediction says; tokens are those without."""
 
 from __future__ import annotations
 
