@@ -94,15 +94,18 @@ class CausalLM:
         hidden = self.ops.add_rms_norm(residual, delta, self.final_norm)
         return self.output(hidden if step.keep is None else hidden[step.keep], step.output_kind)
 
-    def predict(self, ids: torch.Tensor, hidden: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
-        """The MTP layer over T positions, between steps and by itself: `check` follows when it has ended. `ids` int64
-        [T]: the token after each position. `hidden` [T, H] and what returns: as in `MtpLayer.forward`. Only where there
-        is such a layer."""
+    def predict(
+        self, ids: torch.Tensor, hidden: torch.Tensor, batch: BatchLayout, bsz: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The MTP layer over T positions, between steps: `check` follows when it has ended, as of a step. `ids` int64
+        [T]: the token after each position. `hidden` [T, H] and what returns: as in `MtpLayer.forward`. `bsz`: as in
+        `StepInput`. Only where there is such a layer."""
         if self.mtp is None:
             raise RuntimeError("no layer of multi-token prediction was loaded")
-        step = StepInput(ids, batch)
-        self.mtp.plan(step)
-        self.fill_slots(batch.num_tokens, None)
+        step = StepInput(ids, batch, bsz=bsz)
+        self.begin_step(batch.num_tokens, lora=False, eager=True, slots=())
+        self.mtp.layer.attention.backend.plan(batch)
+        self.fill_slots(batch.num_tokens, None, bsz)
         return self.mtp.forward(self.ops, self.embed(ids), hidden, step)
 
     def check(self) -> None:

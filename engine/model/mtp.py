@@ -3,15 +3,12 @@ that."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from engine.experts.base import ExpertBackend
 from engine.linear.base import Linear
 from engine.model.layer import Layer
-from engine.model.mlp import SparseMlp
 from engine.model.step import StepInput
 from engine.ops.base import Ops
 
@@ -27,22 +24,10 @@ class MtpLayer:
     layer: Layer
     norm: torch.Tensor  # [H]
 
-    @property
-    def experts(self) -> ExpertBackend | None:
-        mlp = self.layer.mlp
-        return mlp.backend if isinstance(mlp, SparseMlp) else None
-
-    def plan(self, step: StepInput) -> None:
-        """The host's part of `forward`."""
-        if self.experts is not None:
-            no_slots: Collection[int] = ()
-            self.experts.begin_step(step.batch.num_tokens, lora=False, eager=True, slots=no_slots)
-        self.layer.attention.backend.plan(step.batch)
-
     def forward(self, ops: Ops, embedded: torch.Tensor, hidden: torch.Tensor, step: StepInput) -> torch.Tensor:
         """`embedded` [T, H]: of each position's next token; `hidden` [T, H]: the model's after its final norm, or what
         this returned for the position before. Returns [T, H]: what the head makes logits of for the token after the
-        next one. The experts' buffers have the step's rows."""
+        next one. The layer's attention has planned the step."""
         parts = ops.add_rms_norm(embedded, None, self.embedding_norm), ops.add_rms_norm(hidden, None, self.hidden_norm)
         residual = self.projection(torch.cat(parts, dim=-1), None)
         delta = self.layer.forward(ops, residual, None, step)

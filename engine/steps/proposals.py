@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from engine.model.causal_lm import CausalLM
 from engine.ops.greedy import greedy_tokens
 from engine.steps.inputs import StepArrays
 from scheduler.plan import StepPlan
+
+# By request id its drafts, each as a host tensor that is valid once the stream has got there, and the place in it.
+_Guesses = dict[str, list[tuple[torch.Tensor, int]]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Proposals:
     def __init__(self, model: CausalLM, num_drafts: int, max_rows: int, scratch: range) -> None:
         self._model = model
         self._num_drafts = num_drafts
+        self._begun = 0  # runs of the layer behind this step
         self._scratch = [array("i", scratch[i::max_rows]) for i in range(max_rows)]
 
     def propose(
@@ -57,20 +61,35 @@ class Proposals:
         rows = self._rows(plan, arrays, tokens, failed)
         if not rows:
             return {}
-        model, device = self._model, self._model.device
+        self._begun = 0
+        try:
+            drafts = self._proposed(rows, arrays, hidden)
+        except Exception:
+            self._end()  # says why, if an expert backend knows
+            raise
+        self._end()
+        return {name: _valid([int(guess[place]) for guess, place in found]) for name, found in drafts.items()}
+
+    def _proposed(self, rows: list[_Row], arrays: StepArrays, hidden: torch.Tensor) -> _Guesses:
+        device = self._model.device
         places = np.concatenate([np.arange(row.first, row.first + len(row.following)) for row in rows])
         if len(places) < arrays.num_tokens:
             hidden = hidden[to_device(places, torch.int64, device)]
         ids = to_device([token for row in rows for token in row.following], torch.int64, device)
-        out = model.predict(ids, hidden, self._layout(rows, arrays, places))
+        out = self._predict(ids, hidden, self._layout(rows, arrays, places))
         ends = np.cumsum([len(row.following) for row in rows]) - 1
         asked = [i for i, row in enumerate(rows) if row.most > 0]
-        drafts = {}
-        if asked:
-            drafts = self._guess([rows[i] for i in asked], out[to_device(ends[asked], torch.int64, device)])
-        Arrival(device).wait()
-        model.check()
-        return {name: _valid([int(guess[place]) for guess, place in found]) for name, found in drafts.items()}
+        return self._guess([rows[i] for i in asked], out[to_device(ends[asked], torch.int64, device)]) if asked else {}
+
+    def _predict(self, ids: torch.Tensor, hidden: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
+        self._begun += 1
+        return self._model.predict(ids, hidden, batch)
+
+    def _end(self) -> None:
+        """Waits for what was launched."""
+        Arrival(self._model.device).wait()
+        for _ in range(self._begun):
+            self._model.check()
 
     def _rows(self, plan: StepPlan, arrays: StepArrays, tokens: Sequence[list[int]], failed: set[str]) -> list[_Row]:
         rows, firsts = [], arrays.row_starts[:-1].tolist()
@@ -98,10 +117,10 @@ class Proposals:
             slot_mapping=to_device(arrays.slot_mapping[places], torch.int64, device),
         )
 
-    def _guess(self, rows: list[_Row], hidden: torch.Tensor) -> dict[str, list[tuple[torch.Tensor, int]]]:
-        """`hidden` [R, H] behind each row's last token. By request id its drafts, each as a host tensor that is valid
-        once the stream has got here, and the place in it."""
+    def _guess(self, rows: list[_Row], hidden: torch.Tensor) -> _Guesses:
+        """`hidden` [R, H] behind each row's last token."""
         model, found = self._model, {row.request_id: list[tuple[torch.Tensor, int]]() for row in rows}
+        rows = [replace(row, table=row.table + more) for row, more in zip(rows, self._scratch, strict=False)]
         for depth in range(1, self._num_drafts + 1):
             guesses = greedy_tokens(model.logits(hidden))
             on_host = to_host(guesses)
@@ -113,22 +132,21 @@ class Proposals:
             if len(more) < len(rows):
                 kept = to_device(more, torch.int64, model.device)
                 rows, guesses, hidden = [rows[place] for place in more], guesses[kept], hidden[kept]
-            hidden = model.predict(guesses.clamp(min=0), hidden, self._next(rows, depth))
+            hidden = self._predict(guesses.clamp(min=0), hidden, self._next(rows, depth))
         return found
 
     def _next(self, rows: list[_Row], depth: int) -> BatchLayout:
-        """One token of each row, `depth` positions behind its last one of the step."""
+        """One token of each row, `depth` positions behind its last one of the step; its table reaches so far."""
         positions = [row.end - 1 + depth for row in rows]
-        tables = [row.table + scratch for row, scratch in zip(rows, self._scratch, strict=False)]
         slots = [
-            table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            for table, position in zip(tables, positions, strict=True)
+            row.table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            for row, position in zip(rows, positions, strict=True)
         ]
         device = self._model.device
         return BatchLayout(
             row_starts=list(range(len(rows) + 1)),
             context_lens=[position + 1 for position in positions],
-            block_tables=tables,
+            block_tables=[row.table for row in rows],
             positions=to_device(positions, torch.int64, device),
             slot_mapping=to_device(slots, torch.int64, device),
         )

@@ -94,6 +94,20 @@ def test_each_proposal_is_what_the_layer_says(tmp_path: Path, backend: dict[str,
     expect(layer, seen)
 
 
+@BACKENDS
+def test_long_proposals_of_rows_that_end_apart(tmp_path: Path, backend: dict[str, Any]) -> None:
+    """Guesses of guesses lie in a row's own blocks as far as they reach, and in scratch blocks of the row."""
+    layer = made("glm4_moe", tmp_path)
+    engine = Harness(tmp_path, speculate="mtp:20:always", max_num_seqs=4, max_num_batched_tokens=100, **backend)
+    seen = watched(engine)
+    for prompt, most in zip(prompts(1, [13, 14, 15, 30]), (3, 9, 22, 12), strict=True):
+        engine.submit(prompt, max_tokens=most)
+    engine.run()
+    engine.close()
+    assert {2, 8, 20, 11} <= {len(tokens) for _, tokens in seen}
+    expect(layer, seen)
+
+
 @each
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_the_layer_in_gguf(tmp_path: Path, name: str, kind: str) -> None:
@@ -118,9 +132,9 @@ def test_gguf_beside_a_folder_of_configuration(tmp_path: Path) -> None:
     expect(held, seen)
 
 
-def always_right(folder: Path, name: str) -> None:
+def always_right(folder: Path, name: str, **shape: Any) -> None:
     """A model whose next token follows from the last one alone, and a layer that knows it."""
-    model = tiny_model(3, family=name)
+    model = tiny_model(3, family=name, **shape)
     layer = TorchMtp(model, 5)
     width = model.config.hidden_size
     with torch.no_grad():
