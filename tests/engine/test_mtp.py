@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 
 from engine.config import EngineConfig
@@ -22,6 +24,7 @@ from engine.weights.open import open_model
 from testing.harness import Harness
 from testing.models.mtp import TorchMtp, add_mtp, save_mtp_gguf
 from testing.models.tiny import save_hf, tiny_model
+from tests.architectures.test_qwen3_5 import as_published
 from tests.engine.family import Family
 from tests.engine.parity import BACKENDS, CLEAR, prompts
 from tests.engine.test_speculation import requests
@@ -354,8 +357,6 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, name: str, fold
 
 
 def test_a_part_of_the_layer_that_is_missing_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     made("glm4_moe", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.2.hnorm.weight"]
@@ -380,3 +381,21 @@ def test_what_it_cannot_be_had_with(tmp_path: Path, settings: dict[str, Any], wh
 def test_the_null_engine_has_no_layer() -> None:
     with pytest.raises(UserError, match="the null engine has no layer that predicts"):
         build_null(EngineConfig(model="null:", speculate="mtp:2"), lambda message: None)
+
+
+def test_the_layer_beside_a_vision_tower(tmp_path: Path) -> None:
+    """Its names are the same where the text model's have a prefix."""
+    layer = made("qwen3_5_moe_text", tmp_path / "text")
+    tensors = load_file(tmp_path / "text/model.safetensors")
+    (tmp_path / "whole").mkdir()
+    save_file({as_published(name): value for name, value in tensors.items()}, tmp_path / "whole/model.safetensors")
+    text = json.loads((tmp_path / "text/config.json").read_text())
+    text.pop("architectures")
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    (tmp_path / "whole/config.json").write_text(json.dumps(config | {"text_config": text}))
+    engine = Harness(tmp_path / "whole", speculate="mtp:2:always")
+    seen = watched(engine)
+    engine.generate(prompts(1, [9]), max_tokens=6)
+    engine.close()
+    assert seen
+    expect(layer, seen)
