@@ -14,19 +14,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 
-from engine.config import EngineConfig
-from engine.errors import ModelFileError, UserError
-from engine.launch.null.build import build_null
-from engine.memory.items import Kind
-from engine.messages import Finished, StopFound
-from engine.planning.plan import plan_engine
-from engine.weights.open import open_model
+from engine.messages import Failed, Finished, StopFound
+from engine.model.mtp import MtpLayer as MtpLayerOfEngine
 from testing.harness import Harness
 from testing.models.mtp import TorchMtp, add_mtp, save_mtp_gguf
 from testing.models.tiny import save_hf, tiny_model
 from tests.architectures.test_qwen3_5 import as_published
 from tests.engine.family import Family
 from tests.engine.parity import BACKENDS, CLEAR, prompts
+from tests.engine.test_row_faults import poison, submit_fault
 from tests.engine.test_speculation import requests
 
 NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text")
@@ -302,87 +298,6 @@ def test_logits_that_are_not_finite_make_no_draft(tmp_path: Path) -> None:
     assert runs[0] == runs[1]
 
 
-# ---- what is loaded, planned and refused
-
-
-def planned(path: Path, **config: Any) -> Any:
-    defaults = {"kv_cache_tokens": 128, "max_num_seqs": 4, "rules": "reference", "dtype": "float32", "device": "cpu"}
-    return plan_engine(EngineConfig(model=str(path), **(defaults | config)))
-
-
-@each
-def test_the_layer_is_loaded_only_if_it_is_asked_for(tmp_path: Path, name: str) -> None:
-    made(name, tmp_path)
-    plain, drafted = open_model(str(tmp_path)), open_model(str(tmp_path), mtp=True)
-    count = plain.config.num_hidden_layers
-    assert drafted.config.num_hidden_layers == count and len(drafted.config.layers) == count + 1
-    assert drafted.config.without_mtp.layers == plain.config.layers
-    own = {tensor for tensor in drafted.names() if tensor not in plain.names()}
-    assert own and all(tensor.startswith(f"model.layers.{count}.") for tensor in own)
-    assert any("multi-token prediction" in line and "copy" not in line for line in plain.left_out)
-    assert all("copy" in line for line in drafted.left_out)
-
-
-@each
-def test_the_plan_counts_the_layer(tmp_path: Path, name: str) -> None:
-    made(name, tmp_path)
-    sizes = []
-    for speculate in (None, "suffix:2", "mtp:1", "mtp:2", "mtp:18"):
-        plan = planned(tmp_path, speculate=speculate)
-        kinds = (Kind.EXPERTS, Kind.WEIGHTS, Kind.KV_CACHE)
-        found = [sum(item.num_bytes for item in plan.memory.items if item.kind is kind) for kind in kinds]
-        sizes.append((found, plan.cache_blocks - plan.num_blocks, plan.source.config.kv_bytes_per_token(4)))
-    plain, texts, one, two, many = sizes
-    assert plain[1:] == texts[1:] and plain[0][:2] == texts[0][:2]
-    assert one[0][0] - plain[0][0] == 8 * 3 * 64 * 64 * 4, "a layer of experts"
-    assert one[0][1] > plain[0][1] and one[2] > plain[2]
-    assert [blocks for _, blocks, _ in sizes] == [1, 1, 1, 1 + 4, 1 + 2 * 4]
-    assert many[0][2] - two[0][2] >= 4 * 16 * two[2] * (name not in ("qwen3_next", "qwen3_5_moe_text"))
-
-
-@pytest.mark.parametrize(
-    ("name", "folder", "why"),
-    [
-        ("qwen3_moe", "plain", "qwen3_moe models like this one have no layer"),
-        ("glm4_moe", "plain", "have no layer"),
-        ("minimax_m2", "plain", "have no layer"),
-        ("qwen3_next", "plain", r"is not in the files \(no tensor mtp\.\*\)"),
-    ],
-)
-def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, name: str, folder: str, why: str) -> None:
-    save_hf(tiny_model(3, family=name), tmp_path)
-    with pytest.raises(UserError, match=rf"{why}.*--speculate suffix:K or ngram:K makes drafts without one") as error:
-        planned(tmp_path, speculate="mtp:2")
-    assert error.value.field == "speculate"
-
-
-def test_a_part_of_the_layer_that_is_missing_is_named(tmp_path: Path) -> None:
-    made("glm4_moe", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.2.hnorm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    open_model(str(tmp_path))
-    with pytest.raises(ModelFileError, match=r"model\.layers\.2\.hnorm\.weight \[64\] is missing"):
-        planned(tmp_path, speculate="mtp:2")
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"tensor_parallel": 2}, "--tensor-parallel 2: ranks do not divide the layer"),
-        ({"fine_tuning": True}, "--fine-tuning: the layer of multi-token prediction is not trained"),
-    ],
-)
-def test_what_it_cannot_be_had_with(tmp_path: Path, settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError, match=rf"{why}.*--speculate suffix:K"):
-        planned(tmp_path, speculate="mtp:2", **settings)
-
-
-def test_the_null_engine_has_no_layer() -> None:
-    with pytest.raises(UserError, match="the null engine has no layer that predicts"):
-        build_null(EngineConfig(model="null:", speculate="mtp:2"), lambda message: None)
-
-
 def test_the_layer_beside_a_vision_tower(tmp_path: Path) -> None:
     """Its names are the same where the text model's have a prefix."""
     layer = made("qwen3_5_moe_text", tmp_path / "text")
@@ -399,3 +314,52 @@ def test_the_layer_beside_a_vision_tower(tmp_path: Path) -> None:
     engine.close()
     assert seen
     expect(layer, seen)
+
+
+# ---- faults
+
+
+@BACKENDS
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kinds=st.lists(st.sampled_from(["nan", "inf", "mask", "fine"]), min_size=2, max_size=5))
+def test_a_row_that_fails_is_noticed_by_no_other(families, backend, kinds) -> None:
+    runs = []
+    for speculate in (None, "mtp:3:always"):
+        with pytest.MonkeyPatch.context() as patch:
+            engine = families["glm4_moe"].engine(speculate=speculate, max_num_seqs=4, **backend)
+            poison(engine, patch)
+            rids = []
+            for number, kind in enumerate(kinds):
+                plain = kind == "fine"
+                rids.append(
+                    engine.submit(prompts(number, [9])[0]) if plain else submit_fault(engine, kind, number, False)
+                )
+            results = engine.run()
+            ends = [results[rid] for rid in rids]
+            engine.close()
+        runs.append(
+            [(type(end.end), end.tokens if kind == "fine" else []) for end, kind in zip(ends, kinds, strict=True)]
+        )
+    assert runs[0] == runs[1]
+    assert all((end is Finished) == (kind == "fine") for (end, _), kind in zip(runs[1], kinds, strict=True))
+
+
+def test_a_layer_that_fails_ends_the_requests_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made("glm4_moe", tmp_path)
+    engine, asked = Harness(tmp_path, speculate="mtp:2:always"), prompts(1, [9, 20])
+    expected = engine.generate(asked)
+    forward, calls = MtpLayerOfEngine.forward, [0]
+
+    def fails_once(self: MtpLayerOfEngine, *given: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("no memory")
+        return forward(self, *given)
+
+    monkeypatch.setattr(MtpLayerOfEngine, "forward", fails_once)
+    rids = [engine.submit(prompt) for prompt in asked]
+    results = engine.run()
+    assert all(isinstance(results[rid].end, Failed) for rid in rids)
+    assert engine.core.stats()["failed_steps"] == 1 and engine.core.stats()["blocks_used"] == 0
+    assert engine.generate(asked) == expected
+    engine.close()
