@@ -29,7 +29,8 @@ def _row_bytes(config: ModelConfig, attention: int, experts: bool) -> int:
     mlp = max(
         layer.mlp.row_values(hidden) - (0 if experts else layer.mlp.expert_values(hidden)) for layer in config.layers
     )
-    return _F32 * (6 * hidden + attention + mlp)
+    kept = 3 if config.predicts else 0  # the hidden states, and they beside the next tokens' embeddings
+    return _F32 * ((6 + kept) * hidden + attention + mlp)
 
 
 def logits_bytes(config: ModelConfig, sequences: int) -> int:

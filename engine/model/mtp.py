@@ -28,7 +28,10 @@ class MtpLayer:
         """`embedded` [T, H]: of each position's next token; `hidden` [T, H]: the model's after its final norm, or what
         this returned for the position before. Returns [T, H]: what the head makes logits of for the token after the
         next one. The layer's attention has planned the step."""
-        parts = ops.add_rms_norm(embedded, None, self.embedding_norm), ops.add_rms_norm(hidden, None, self.hidden_norm)
-        residual = self.projection(torch.cat(parts, dim=-1), None)
+        residual = self._projected(ops, embedded, hidden)
         delta = self.layer.forward(ops, residual, None, step)
         return ops.add_rms_norm(residual, delta, self.norm)
+
+    def _projected(self, ops: Ops, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        parts = ops.add_rms_norm(embedded, None, self.embedding_norm), ops.add_rms_norm(hidden, None, self.hidden_norm)
+        return self.projection(torch.cat(parts, dim=-1), None)

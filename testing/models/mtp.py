@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,8 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from testing.models.gguf_writer import GGUF_NAMES, save_gguf
+from testing.models.quantised import save_quantised
 
 _FILE = "model.safetensors"
+_KINDS = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}  # fields with a word for each layer
 _QWEN = {
     "eh_proj": "fc",
     "enorm": "pre_fc_norm_embedding",
@@ -38,11 +41,11 @@ class TorchMtp(nn.Module):
             self.block = type(model.model.layers[index])(config, index)
             self.enorm, self.hnorm, self.norm = (norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3))
             self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-            minus_one = hasattr(config, "linear_num_key_heads")
+            self.qwen = hasattr(config, "linear_num_key_heads")
             with torch.no_grad():
                 for name, parameter in self.named_parameters():
                     if name.endswith("norm.weight"):
-                        parameter.normal_(0.0 if minus_one else 1.0, 0.1)
+                        parameter.normal_(0.0 if self.qwen else 1.0, 0.1)
                     elif name.endswith("bias"):
                         parameter.normal_(0.0, 0.1)
                     else:
@@ -100,42 +103,74 @@ class TorchMtp(nn.Module):
 def add_mtp(layer: TorchMtp, folder: Path, *, fused: bool = False) -> None:
     """To the files of its model, as the family's vendor stores it."""
     config = json.loads((folder / "config.json").read_text())
-    qwen, tensors = "linear_num_key_heads" in config, layer.tensors(fused=fused)
-    if qwen:
-        names = {name: f"mtp.{_QWEN.get(name.removesuffix('.weight'), '')}.weight" for name in tensors}
-        stored = {
-            names[name] if name.removesuffix(".weight") in _QWEN else f"mtp.layers.0.{name}": value
-            for name, value in tensors.items()
-        }
-        config["mtp_num_hidden_layers"] = 1
-    else:
-        at, model = f"model.layers.{config['num_hidden_layers']}", layer.model[0]
-        stored = {f"{at}.{name}": value for name, value in tensors.items()}
-        stored[f"{at}.embed_tokens.weight"] = model.model.embed_tokens.weight.detach().clone()
-        stored[f"{at}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
-        config["num_nextn_predict_layers"] = 1
-    save_file(load_file(folder / _FILE) | stored, folder / _FILE, metadata={"format": "pt"})
+    tensors = load_file(folder / _FILE) | _stored(layer, layer.tensors(fused=fused), config["num_hidden_layers"])
+    _rewrite(folder, tensors, config, layer.qwen)
+
+
+def _stored(layer: TorchMtp, tensors: dict[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """`tensors` by their names in a layer -> by their names in the files; with copies that vendors store."""
+    if layer.qwen:
+        return {_qwen(name): value for name, value in tensors.items()}
+    at, model = f"model.layers.{index}", layer.model[0]
+    stored = {f"{at}.{name}": value for name, value in tensors.items()}
+    stored[f"{at}.embed_tokens.weight"] = model.model.embed_tokens.weight.detach().clone()
+    stored[f"{at}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
+    return stored
+
+
+def _qwen(name: str) -> str:
+    module = name.removesuffix(".weight")
+    return f"mtp.{_QWEN[module]}.weight" if module in _QWEN else f"mtp.layers.0.{name}"
+
+
+def _rewrite(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], qwen: bool) -> None:
+    config["mtp_num_hidden_layers" if qwen else "num_nextn_predict_layers"] = 1
+    save_file(tensors, folder / _FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def save_mtp_quantised(layer: TorchMtp, folder: Path, quantisation: dict[str, Any]) -> TorchMtp:
+    """The model and the layer in a quantised form, what joins embedding and hidden state as it is; returns the layer
+    that the files hold, over the model that they hold."""
+    own, longer, count = _behind(layer)
+    held, _ = save_quantised(longer, folder, quantisation)
+    config, at = json.loads((folder / "config.json").read_text()), f"model.layers.{count}."
+    config["num_hidden_layers"] = count
+    config |= {name: config[name][:count] for name in _KINDS if config.get(name) is not None}
+    found = load_file(folder / _FILE)
+    block = {name.removeprefix(at): found.pop(name) for name in list(found) if name.startswith(at)}
+    more = {name: value for name, value in layer.tensors().items() if name.removesuffix(".weight") in _QWEN}
+    _rewrite(folder, found | _stored(layer, block | more, count), config, layer.qwen)
+    return _apart(own, held, count)
 
 
 def save_mtp_gguf(layer: TorchMtp, path: Path, kind: str = "F32") -> TorchMtp:
     """The model and the layer as llama.cpp's converter would write them; returns the layer that the file holds, over
     the model that it holds."""
-    model, own = copy.deepcopy(layer.model[0]), copy.deepcopy(layer)
-    config, arch = model.config, GGUF_NAMES[layer.model[0].config.model_type]
-    count = config.num_hidden_layers
-    model.model.layers.append(own.block)
-    config.num_hidden_layers, config.num_nextn_predict_layers = count + 1, 0
-    minus_one = hasattr(config, "linear_num_key_heads")
-    if minus_one:
-        config.layer_types = [*config.layer_types, "full_attention"]
+    own, longer, count = _behind(layer)
     names = {"eh_proj": own.eh_proj, "enorm": own.enorm, "hnorm": own.hnorm, "shared_head_norm": own.norm}
     more = {
-        f"blk.{count}.nextn.{name}.weight": module.weight.detach() + (minus_one and name != "eh_proj")
+        f"blk.{count}.nextn.{name}.weight": module.weight.detach() + (layer.qwen and name != "eh_proj")
         for name, module in names.items()
     }
-    metadata = {f"{arch}.nextn_predict_layers": 1}
-    held = save_gguf(model, path, kind, kind, metadata=metadata, more=more)
+    metadata = {f"{GGUF_NAMES[longer.config.model_type]}.nextn_predict_layers": 1}
+    return _apart(own, save_gguf(longer, path, kind, kind, metadata=metadata, more=more), count)
+
+
+def _behind(layer: TorchMtp) -> tuple[TorchMtp, PreTrainedModel, int]:
+    """A copy of the layer, one of the model with its block behind the others, and the number of the others."""
+    own, model = copy.deepcopy(layer), copy.deepcopy(layer.model[0])
+    count = model.config.num_hidden_layers
+    model.model.layers.append(own.block)
+    model.config.num_hidden_layers, model.config.num_nextn_predict_layers = count + 1, 0
+    for name, kind in _KINDS.items():
+        if getattr(model.config, name, None) is not None:
+            setattr(model.config, name, [*getattr(model.config, name), kind])
+    return own, model, count
+
+
+def _apart(own: TorchMtp, held: PreTrainedModel, count: int) -> TorchMtp:
+    """Over the model `held`, of which the last block is the layer's."""
     own.block = held.model.layers[count]
     del held.model.layers[count]
     held.config.num_hidden_layers = count

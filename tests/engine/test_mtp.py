@@ -17,7 +17,8 @@ from transformers.modeling_layers import MtpLayer
 from engine.messages import Failed, Finished, StopFound
 from engine.model.mtp import MtpLayer as MtpLayerOfEngine
 from testing.harness import Harness
-from testing.models.mtp import TorchMtp, add_mtp, save_mtp_gguf
+from testing.models.mtp import TorchMtp, add_mtp, save_mtp_gguf, save_mtp_quantised
+from testing.models.quantised import FP8_CONFIG, int4_config
 from testing.models.tiny import save_hf, tiny_model
 from tests.architectures.test_qwen3_5 import as_published
 from tests.engine.family import Family
@@ -113,6 +114,22 @@ def test_the_layer_in_gguf(tmp_path: Path, name: str, kind: str) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
     layer = save_mtp_gguf(TorchMtp(tiny_model(3, family=name, **sizes), 5), tmp_path / "m.gguf", kind)
     engine = Harness(tmp_path / "m.gguf", speculate="mtp:2:always", max_num_seqs=4, max_num_batched_tokens=24)
+    seen = watched(engine)
+    engine.generate(prompts(1, [3, 40]), max_tokens=8)
+    engine.close()
+    assert len(seen) > 8
+    expect(layer, seen)
+
+
+@each
+@pytest.mark.parametrize("config", [FP8_CONFIG, int4_config("gptq", 32)], ids=lambda config: config["quant_method"])
+def test_the_layer_in_quantised_safetensors(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128}
+    latent = name in ("deepseek_v3", "glm4_moe_lite")
+    sizes |= {"kv_lora_rank": 128, "q_lora_rank": 128} if latent else {}
+    sizes |= {"shared_expert_intermediate_size": 128} if "qwen" in name else {}
+    layer = save_mtp_quantised(TorchMtp(tiny_model(3, family=name, **sizes), 5), tmp_path, config)
+    engine = Harness(tmp_path, speculate="mtp:2:always", max_num_seqs=4, max_num_batched_tokens=24)
     seen = watched(engine)
     engine.generate(prompts(1, [3, 40]), max_tokens=8)
     engine.close()
