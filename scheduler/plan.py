@@ -39,6 +39,13 @@ class Idle(NamedTuple):
     slots: list[int]
 
 
+class Wanted(NamedTuple):
+    """Drafts behind an output of at least `after` tokens, at most `most`."""
+
+    after: int
+    most: int
+
+
 class StepRow(msgspec.Struct, frozen=True, gc=False):
     """One request's part of a step: positions [start, start + num_tokens), of which the last hold the drafts.
 
@@ -78,15 +85,15 @@ class StepPlan:
 
     A decode row's token may still be on the device (`row.token(start)` is None): it is the one that the step
     before is about to sample for the same request; such a row has no drafts. `block_tables[i]` is row i's blocks
-    as they were when the step was planned, long enough for start + num_tokens positions. `drafts_from`: how long the
-    output of a request must be for drafts behind it to be looked at, where the model makes them.
+    as they were when the step was planned, long enough for start + num_tokens positions. `wanted`: drafts that
+    are of use behind a request's row, where the model makes them.
     """
 
     step: int
     rows: list[StepRow]
     block_tables: list[array[int]]
     idle: Idle | None = None  # None: nothing is
-    drafts_from: Mapping[str, int] = field(default_factory=dict)  # by request id; absent: from the first token on
+    wanted: Mapping[str, Wanted] = field(default_factory=dict)  # by request id; absent: as many as can be made
 
     @cached_property
     def num_tokens(self) -> int:

@@ -23,7 +23,7 @@ from engine.device import Arrival, to_device, to_host
 from engine.model.causal_lm import CausalLM
 from engine.ops.greedy import greedy_tokens
 from engine.steps.inputs import StepArrays
-from scheduler.plan import StepPlan
+from scheduler.plan import StepPlan, Wanted
 
 # By request id its drafts, each as a host tensor that is valid once the stream has got there, and the place in it.
 _Guesses = dict[str, list[tuple[torch.Tensor, int]]]
@@ -102,8 +102,8 @@ class Proposals:
                 # a prompt of which only log-probabilities are asked has no token behind its last one
                 following += request.tokens(end, end + 1) or request.tokens(end - 1, end)
             output = len(request.output) + len(new)
-            most = min(self._num_drafts, request.most_output - output - 1) if new else 0
-            most = most if output >= plan.drafts_from.get(request.request_id, 0) else 0
+            wanted = plan.wanted.get(request.request_id, Wanted(0, self._num_drafts))
+            most = min(wanted.most, request.most_output - output - 1) if new and output >= wanted.after else 0
             rows.append(_Row(request.request_id, first, row.start, following, most, table))
         return rows
 

@@ -298,11 +298,13 @@ def test_drafts_are_made_when_they_would_be_looked_at(chances: list[bool]) -> No
     plan = scheduler.schedule(0.0)
     for right in chances:
         row = plan.rows[0]
-        new = [*row.drafts, 9] if right else [*row.drafts[:0], 9]
+        new = [*row.drafts, 9] if right else [9 - (row.drafts[:1] == (9,))]
         scheduler.commit(plan, [new], 0.0)
-        wanted = len(request.output) >= plan.drafts_from.get("a", 0)
+        after, most = plan.wanted["a"]
+        assert most == min(4, 2 * len(row.drafts) + 1)
+        wanted = len(request.output) >= after
         if wanted:
-            scheduler.take_proposals({"a": [9 if right else 7, 9]})
+            scheduler.take_proposals({"a": ([9 if right else 7] * 4)[:most]})
         before = len(looked)
         plan = scheduler.schedule(0.0)
         if plan is None:
