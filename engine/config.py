@@ -273,7 +273,8 @@ class EngineConfig:
     speculate: str | None = option(
         None,
         "ngram:K: steps check up to K (1 to 32) draft tokens a request, those that followed its last tokens where they "
-        "stood before; suffix:K: also in the tenant's texts of late. The same tokens in fewer, larger steps, and only "
+        "stood before; suffix:K: also in the tenant's texts of late; mtp:K: what the model's layer of multi-token "
+        "prediction says, if its files have one. The same tokens in fewer, larger steps, and only "
         "as many drafts as are expected to pay by what steps took; with :always behind K, all of them",
         group="Batching",
     )

@@ -331,6 +331,7 @@ class EngineCore:
         for request_id, fault in step.failed.items():
             self._fail_request(request_id, fault)
         self._emit(self.scheduler.commit(step.plan, tokens, now), step)
+        self.scheduler.take_proposals(step.proposals)
         self._steps += 1
         seconds = now - step.launched_s
         self.scheduler.observe(step.plan, seconds, self._touched.add(step.experts_touched))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -36,6 +37,13 @@ class Idle(NamedTuple):
 
     blocks: list[int]
     slots: list[int]
+
+
+class Wanted(NamedTuple):
+    """Drafts behind an output of at least `after` tokens, at most `most`."""
+
+    after: int
+    most: int
 
 
 class StepRow(msgspec.Struct, frozen=True, gc=False):
@@ -77,7 +85,8 @@ class StepPlan:
 
     A decode row's token may still be on the device (`row.token(start)` is None): it is the one that the step
     before is about to sample for the same request; such a row has no drafts. `block_tables[i]` is row i's blocks
-    as they were when the step was planned, long enough for start + num_tokens positions.
+    as they were when the step was planned, long enough for start + num_tokens positions. `wanted`: drafts that
+    are of use behind a request's row, where the model makes them.
     """
 
     step: int
@@ -86,6 +95,7 @@ class StepPlan:
     idle: Idle | None = None  # None: nothing is
     prompts: bool = False  # in the lane of long prompts, beside other steps
     follows: bool = False  # of that lane: it reads what a step of the other lane is still computing
+    wanted: Mapping[str, Wanted] = field(default_factory=dict)  # by request id; absent: as many as can be made
 
     @cached_property
     def num_tokens(self) -> int:

@@ -5,7 +5,7 @@ add -> [schedule -> StepPlan -> (engine launches) -> commit -> events] ... -> on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -215,6 +215,16 @@ class Scheduler:
                 self._gaps.ended(now - request.arrival_s, now)
         return events
 
+    def take_proposals(self, proposals: Mapping[str, Sequence[int]]) -> None:
+        """Behind `commit`: what the model says may follow the output of requests, by their ids, as drafts of the next
+        step. Requests that have ended are ignored."""
+        drafter = self._core.drafter
+        if drafter is None:
+            return
+        for request_id, tokens in proposals.items():
+            if (request := self._core.requests.get(request_id)) is not None:
+                drafter.take(request, tokens)
+
     def drop(self, plan: StepPlan) -> list[Event]:
         """The step failed in the engine: its requests fail; others that shared blocks it wrote are recomputed."""
         core = self._core
@@ -231,11 +241,11 @@ class Scheduler:
         config = self._core.config
         if self.disk is not None:
             self.disk.observe(plan, seconds)
-        if self._core.drafter is not None:
-            self._core.drafter.observe(plan, self._num_committed, seconds)
         if plan.prompts:
             self._cost.prompt_step_s = seconds
             return
+        if self._core.drafter is not None:
+            self._core.drafter.observe(plan, self._num_committed, seconds)
         if config.itl_target_s is None and not plan.rows[0].request.background:
             return  # nobody asks what such a step will take
         if config.long_chunk is not None and plan.num_tokens >= config.long_chunk and not plan.rows[0].is_decode:

@@ -155,7 +155,7 @@ CHAT = (
     refused("add_special_tokens", "the template writes them", False),
     refused("modalities", "the model writes text only", ["text"]),
     refused("audio", "the model writes text only"),
-    no_op("prediction", "drafts are made from the prompt (`--speculate`)"),
+    no_op("prediction", "drafts are made from texts or by the model (`--speculate`)"),
     no_op("web_search_options", "there is no search"),
     refused("moderation", "there is no moderation"),
     refused("chat_template", "the server's template is used (`--chat-template`)"),

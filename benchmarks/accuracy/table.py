@@ -95,6 +95,7 @@ def measure(files: Files, mix: str, seed: int = 0, **config: Any) -> Measured:
         "chunked prefill": {"max_num_batched_tokens": 16},
         "preempted": {"kv_cache_tokens": 128, "max_model_len": 112},
     }.get(mix, {})
+    settings["prompt_lane"] = "off"  # `recording` sees the steps of one runner
     engine = Harness(files.path, **(settings | config))
     with recording(engine) as logits:
         if mix == "prefix hit":

@@ -54,7 +54,7 @@ class Architecture:
         """(name, class) of every module that a rule may place, parents before children."""
         of = self.rules.class_of
         placed = [("model", of("model")), ("model.embed_tokens", of("embedding"))]
-        for layer in range(config.num_hidden_layers):
+        for layer in range(len(config.layers)):
             at = f"model.layers.{layer}"
             placed.append((at, of("layer")))
             placed += [(f"{at}.{module.name}", of(self._kind(module))) for module in config.modules(layer)]

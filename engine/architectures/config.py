@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from engine.architectures.names import AS_HERE, StoredNames
 from engine.architectures.parts.base import Module, Vector
 from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
@@ -39,14 +40,21 @@ class LeftOut:
 @dataclass(frozen=True)
 class LayerSpec:
     """norm -> attention -> norm -> MLP, each pair added to the residual stream. `post_norm_gguf`: the second norm's
-    name in GGUF."""
+    name in GGUF. `predicts`: a layer of multi-token prediction, whose input is a projection of the next token's
+    embedding and the hidden state, each normalised, and whose output has a norm of its own (`Mtp`)."""
 
     attention: GroupedQuery | Latent | DeltaNet
     mlp: Dense | Sparse
     post_norm_gguf: str = "ffn_norm"
+    predicts: bool = False
 
     def modules(self, hidden: int) -> Iterator[Module]:
         """Parents before children."""
+        if self.predicts:
+            yield Module("eh_proj", "linear", "nextn.eh_proj", (hidden, 2 * hidden))
+            yield Module("enorm", "norm", "nextn.enorm", (hidden,))
+            yield Module("hnorm", "norm", "nextn.hnorm", (hidden,))
+            yield Module("shared_head.norm", "norm", "nextn.shared_head_norm", (hidden,))
         yield from self.attention.modules(hidden)
         yield from self.mlp.modules(hidden)
         yield Module("input_layernorm", "norm", "attn_norm", (hidden,))
@@ -58,13 +66,27 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class Mtp:
+    """A layer of multi-token prediction that files hold behind the model's own: from a position's hidden state and the
+    token after it to a guess at the token after that, by the model's embedding and head. `part`: its tensors, left out
+    unless it is used; `names`: what safetensors call its modules, beside what the family does; `copies`: tensors of it
+    that are the model's own once more."""
+
+    layer: LayerSpec
+    part: LeftOut
+    names: StoredNames = AS_HERE
+    copies: tuple[LeftOut, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A decoder. Sparse layers are alike in all but, perhaps, their attention."""
+    """A decoder. Sparse layers are alike in all but, perhaps, their attention. `mtp`: a layer that files may hold
+    besides; `with_mtp` has it behind the others, where it has weights, experts and a cache as they have."""
 
     architecture: str  # the name of its record in `engine.architectures`
     vocab_size: int
     hidden_size: int
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[LayerSpec, ...]  # the model's own, and of `with_mtp` the one that predicts
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -74,10 +96,30 @@ class ModelConfig:
     quantisation: Quantisation | None = None  # of the folder's safetensors
     left_out: tuple[LeftOut, ...] = ()
     norms_minus_one: bool = False  # safetensors store the weights of norms less 1 (GGUF does not)
+    mtp: Mtp | None = None
 
     @property
     def num_hidden_layers(self) -> int:
-        return len(self.layers)
+        """The model's own."""
+        return len(self.layers) - self.predicts
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the last layer is one of multi-token prediction, behind the model's own."""
+        return self.layers[-1].predicts
+
+    @property
+    def with_mtp(self) -> ModelConfig:
+        """The same with the layer of multi-token prediction. ValueError if there is none."""
+        if self.mtp is None or self.predicts:
+            raise ValueError(f"{self.architecture}: no layer of multi-token prediction to add")
+        left_out = (*(part for part in self.left_out if part != self.mtp.part), *self.mtp.copies)
+        return replace(self, layers=(*self.layers, self.mtp.layer), left_out=left_out)
+
+    @property
+    def without_mtp(self) -> ModelConfig:
+        """The model's own layers alone."""
+        return replace(self, layers=self.layers[: self.num_hidden_layers]) if self.predicts else self
 
     @cached_property
     def experts(self) -> Sparse | None:

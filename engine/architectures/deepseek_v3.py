@@ -19,6 +19,7 @@ from engine.architectures.latent import (
     latent_layers,
     latent_sizes,
 )
+from engine.architectures.numbers import extra_mtp
 from engine.architectures.parts.mlp import Router
 from engine.errors import shown
 from rules import Family
@@ -62,10 +63,11 @@ def read_layers(fields: Fields, generation: Fields, architecture: str) -> ModelC
     sizes = latent_sizes(fields, shared=1, interleaved=fields.boolean("rope_interleave", True))
     router = checked_router(fields, router, _DEFAULTS)
     count = fields.integer("num_hidden_layers", _DEFAULTS.num_hidden_layers)
+    extra = extra_layers(fields, count, "num_nextn_predict_layers", 0)
     return config_of_hf(
         common_fields(fields, _DEFAULTS, dense=3), generation, _DEFAULTS,
         architecture=architecture, layers=lambda n: latent_layers(n, sizes, router),
-        left_out=extra_layers(fields, count, "num_nextn_predict_layers", 0),
+        left_out=extra, mtp=extra_mtp if extra else None,
     )  # fmt: skip
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from engine.architectures.config import LayerSpec, LeftOut, ModelConfig
+from engine.architectures.config import LayerSpec, LeftOut, ModelConfig, Mtp
 from engine.architectures.fields import Fields
 from engine.architectures.gguf import EXTRA_LAYERS, PARTIAL_ROTATION, GGUFModel, config_of_gguf
 from engine.architectures.hf import Defaults, config_of_hf
-from engine.architectures.numbers import Numbers
+from engine.architectures.names import StoredNames
+from engine.architectures.numbers import Numbers, mtp_of
 from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import Dense, SharedExpert, Sparse
@@ -42,14 +43,16 @@ def delta_config_of_hf(
             f"is {delta.value_heads}, not a multiple of linear_num_key_heads {delta.key_heads}",
         )
     bias = fields.boolean("attention_bias", False)
+    dedicated = fields.boolean("mtp_use_dedicated_embeddings", False)  # no released model has these
     shared = SharedExpert.of(fields.integer("shared_expert_intermediate_size", 512))
 
     def layers(n: Numbers) -> tuple[LayerSpec, ...]:
         return _layers(n, delta, _linear(fields, n.num_hidden_layers), shared, bias)
 
     return config_of_hf(
-        fields, generation, defaults, architecture=architecture, layers=layers, left_out=left_out, norms_minus_one=True
-    )
+        fields, generation, defaults, architecture=architecture, layers=layers, left_out=left_out, norms_minus_one=True,
+        mtp=_mtp if MTP in left_out and not dedicated else None,
+    )  # fmt: skip
 
 
 def delta_config_of_gguf(file: GGUFModel, *, architecture: str, fused_gates: bool) -> ModelConfig:
@@ -98,6 +101,13 @@ def _layers(
         LayerSpec(delta if keeps else full, sparse if routed else dense, "post_attention_norm")
         for keeps, routed in zip(linear, n.sparse, strict=True)
     )
+
+
+def _mtp(layers: tuple[LayerSpec, ...]) -> Mtp:
+    here = f"model.layers.{len(layers)}"
+    modules = {"layers.0": "", "fc": ".eh_proj", "pre_fc_norm_embedding": ".enorm", "pre_fc_norm_hidden": ".hnorm"}
+    modules["norm"] = ".shared_head.norm"
+    return mtp_of(layers, MTP, StoredNames(tuple((f"mtp.{name}", f"{here}{own}") for name, own in modules.items())))
 
 
 def _linear(fields: Fields, count: int) -> list[bool]:

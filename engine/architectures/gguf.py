@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.fields import Fields
-from engine.architectures.numbers import SIGMOID_EPSILON, Numbers, check_numbers, checked, extra_layer
+from engine.architectures.numbers import SIGMOID_EPSILON, Numbers, check_numbers, checked, extra_layer, extra_mtp
 from engine.architectures.parts.mlp import Router
 from engine.architectures.parts.rotation import RopeScaling, Rotation
 from engine.errors import ModelFileError, shown
@@ -78,11 +78,12 @@ def config_of_gguf(
     numbers = check_numbers(_numbers(file, norm_topk_prob, positions, divided, reads), where)
     extra = fields.integer(EXTRA_LAYERS, 0, least=0)
     tokenizer = Fields(file.metadata, where)
+    made = layers(numbers)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
         hidden_size=numbers.hidden_size,
-        layers=layers(numbers),
+        layers=made,
         rms_norm_eps=float32(fields.number("attention.layer_norm_rms_epsilon")),
         max_position_embeddings=positions,
         tie_word_embeddings="output.weight" not in tensors,
@@ -90,6 +91,7 @@ def config_of_gguf(
         eos_token_ids=_end_tokens(tokenizer, vocab),
         dtype="float32" if set(file.types) == {"F32"} else "bfloat16",
         left_out=tuple(extra_layer(numbers.num_hidden_layers + layer) for layer in range(extra)),
+        mtp=extra_mtp(made) if extra else None,
     )
 
 

@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: Qwen3-MoE's attention with half of each head rotated and norms that may be missing,
 DeepSeek-V3's router, ungated shared experts, dense first layers. Defaults are those of transformers' Glm4MoeConfig. The
-layer that predicts a second token (the last in files) is left out."""
+layer that predicts a second token (the last in files) is left out unless drafts are made by it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.architectures import gguf, hf
 from engine.architectures.base import Architecture
 from engine.architectures.config import LayerSpec, ModelConfig
 from engine.architectures.fields import Fields
-from engine.architectures.numbers import Numbers
+from engine.architectures.numbers import Numbers, extra_mtp
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mlp import Dense, Router, SharedExpert, Sparse
 from rules import Family
@@ -54,7 +54,10 @@ def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
     count = fields.integer("num_hidden_layers", _DEFAULTS.num_hidden_layers)
     named = "num_mtp_layers" if fields.get("num_nextn_predict_layers") is None else "num_nextn_predict_layers"
     left_out = hf.extra_layers(fields, count, named, 1)
-    return hf.config_of_hf(fields, generation, _DEFAULTS, architecture=_NAME, layers=layers, left_out=left_out)
+    return hf.config_of_hf(
+        fields, generation, _DEFAULTS, architecture=_NAME, layers=layers, left_out=left_out,
+        mtp=extra_mtp if left_out else None,
+    )  # fmt: skip
 
 
 def _read_gguf(file: gguf.GGUFModel) -> ModelConfig:

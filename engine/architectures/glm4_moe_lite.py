@@ -18,6 +18,7 @@ from engine.architectures.latent import (
     latent_layers,
     latent_sizes,
 )
+from engine.architectures.numbers import extra_mtp
 from engine.architectures.parts.mlp import Router
 from engine.errors import shown
 from rules import Family, named_after
@@ -53,10 +54,11 @@ def _read_hf(fields: Fields, generation: Fields) -> ModelConfig:
     sizes = latent_sizes(fields, shared=1, interleaved=interleaved, q_rank=768, nope=192, value=256)
     router = checked_router(fields, router, _DEFAULTS)
     count = fields.integer("num_hidden_layers", _DEFAULTS.num_hidden_layers)
+    extra = extra_layers(fields, count, "num_nextn_predict_layers", 0)
     return config_of_hf(
         common_fields(fields, _DEFAULTS, dense=_dense(fields, count)), generation, _DEFAULTS,
         architecture=_NAME, layers=lambda n: latent_layers(n, sizes, router),
-        left_out=extra_layers(fields, count, "num_nextn_predict_layers", 0),
+        left_out=extra, mtp=extra_mtp if extra else None,
     )  # fmt: skip
 
 

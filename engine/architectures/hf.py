@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.architectures.config import LayerSpec, LeftOut, ModelConfig
+from engine.architectures.config import LayerSpec, LeftOut, ModelConfig, Mtp
 from engine.architectures.fields import Fields
 from engine.architectures.numbers import SIGMOID_EPSILON, Numbers, check_numbers, checked, extra_layer
 from engine.architectures.parts.mlp import Router
@@ -61,20 +61,23 @@ def config_of_hf(
     layers: Callable[[Numbers], tuple[LayerSpec, ...]],
     left_out: tuple[LeftOut, ...] = (),
     norms_minus_one: bool = False,
+    mtp: Callable[[tuple[LayerSpec, ...]], Mtp] | None = None,
 ) -> ModelConfig:
     """`fields` is config.json, `generation` generation_config.json; `layers`: what the family makes of the numbers;
-    `left_out`: what its files hold besides. Raises ModelFileError."""
+    `left_out`: what its files hold besides, and of that `mtp` the layer of multi-token prediction, by the model's own.
+    Raises ModelFileError."""
     _refuse_unsupported(fields, defaults)
     vocab = fields.integer("vocab_size", defaults.vocab_size)
     positions = fields.integer("max_position_embeddings", defaults.max_position_embeddings)
     eos = generation.tokens("eos_token_id", vocab)
     bos = generation.token("bos_token_id", vocab)
     numbers = check_numbers(_numbers(fields, defaults, positions), fields.where)
+    made = layers(numbers)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
         hidden_size=numbers.hidden_size,
-        layers=layers(numbers),
+        layers=made,
         rms_norm_eps=fields.number("rms_norm_eps", defaults.rms_norm_eps),
         max_position_embeddings=positions,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
@@ -84,6 +87,7 @@ def config_of_hf(
         quantisation=read_quantisation(fields),
         left_out=left_out,
         norms_minus_one=norms_minus_one,
+        mtp=mtp(made) if mtp is not None else None,
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.architectures.config import LayerSpec, LeftOut
+from engine.architectures.config import LayerSpec, LeftOut, Mtp
+from engine.architectures.names import AS_HERE, StoredNames
+from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.mlp import Dense, Router, Sparse
@@ -57,6 +59,28 @@ def extra_layer(layer: int) -> LeftOut:
     """A layer behind the model's own, for predicting several tokens at once."""
     what = f"layer {layer} (multi-token prediction)"
     return LeftOut(what, f"model.layers.{layer}.", f"blk.{layer}.")
+
+
+def mtp_of(
+    layers: tuple[LayerSpec, ...],
+    part: LeftOut,
+    names: StoredNames = AS_HERE,
+    copies: tuple[LeftOut, ...] = (),
+) -> Mtp:
+    """As the model's last layers are: of those with full attention and, if there are any, routed experts."""
+    attention = next(layer.attention for layer in reversed(layers) if not isinstance(layer.attention, DeltaNet))
+    last = next((layer for layer in reversed(layers) if isinstance(layer.mlp, Sparse)), layers[-1])
+    return Mtp(replace(last, attention=attention, predicts=True), part, names, copies)
+
+
+def extra_mtp(layers: tuple[LayerSpec, ...]) -> Mtp:
+    """The first layer behind the model's own, of files that number it as they do those."""
+    at, what = len(layers), "the layer of multi-token prediction's copy of"
+    copies = (
+        LeftOut(f"{what} the embedding", f"model.layers.{at}.embed_tokens.", f"blk.{at}.nextn.embed_tokens."),
+        LeftOut(f"{what} the head", f"model.layers.{at}.shared_head.head.", f"blk.{at}.nextn.shared_head_head."),
+    )
+    return mtp_of(layers, extra_layer(at), copies=copies)
 
 
 def check_numbers(numbers: Numbers, where: str) -> Numbers:

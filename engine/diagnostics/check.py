@@ -21,7 +21,8 @@ from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.reference import ReferenceExperts
 from engine.linear.embedding import TableEmbedding
 from engine.linear.reference import ReferenceLinearBackend
-from engine.model.causal_lm import CausalLM, Layer
+from engine.model.causal_lm import CausalLM
+from engine.model.layer import Layer
 from engine.model.load import Backends, Loader
 from engine.model.mlp import SharedExpert
 from engine.model.step import StepInput

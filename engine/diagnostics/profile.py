@@ -46,9 +46,11 @@ class Profiler:
             }
         except OSError as error:
             raise UserError(f"--profile-dir {folder}: {error.strerror}", field="profile_dir") from error
-        sparse = source.config.sparse_layers
-        self._expert_bytes = [source.experts(layer).num_bytes // source.config.num_experts for layer in sparse]
-        self._dense_bytes = source.num_bytes - sum(source.experts(layer).num_bytes for layer in sparse)
+        config = source.config
+        each = {layer: source.experts(layer).num_bytes for layer in config.sparse_layers}
+        traced = config.without_mtp.sparse_layers  # a step's trace is of these
+        self._expert_bytes = [each[layer] // config.num_experts for layer in traced]
+        self._dense_bytes = source.num_bytes - sum(each.values())
         self._kv_bytes_per_token = kv_bytes_per_token
         self.dropped = 0
         self._queue: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(_QUEUE_LINES)

@@ -113,7 +113,7 @@ class NativeExperts(ExpertBackend):
         except (ImportError, ValueError) as error:
             raise UserError(f"native experts: {error}", field="expert_backend") from error
         self._layers: dict[int, _native.ExpertLayer] = {}
-        self._touched = TouchedExperts.of(config.num_hidden_layers)
+        self._touched = TouchedExperts.of(len(config.layers))
         self._cache = cache
 
     @property

@@ -45,6 +45,7 @@ from engine.ranks.group import ALONE, Group
 from engine.ranks.progress import Stage
 from engine.steps.graphs.padded import graph_blocker
 from engine.steps.lane import PromptLane
+from engine.steps.proposals import Proposals
 from engine.steps.runner import ModelRunner
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
@@ -92,7 +93,7 @@ def _assemble(
     if "flashinfer" in plan.placement.used(".self_attn"):
         stage = "Attention kernels (what is not in flashinfer's cache is compiled, a few minutes)"
         progress(stage, 0, 1)
-        for layer in range(model_config.num_hidden_layers):
+        for layer in range(len(model_config.layers)):
             backends.attention(layer)
         progress(stage, 1, 1)
     runner = load_runner(plan, backends, leader or ALONE, progress)
@@ -160,7 +161,7 @@ def _assemble(
         scheduler,
         runner,
         Adapters(
-            source.whole,
+            source.whole.without_mtp,
             model_name(config),
             reader,
             model.set_adapter if leader is None else partial(leader.set_adapter, model.set_adapter),
@@ -221,6 +222,8 @@ def load_runner(plan: EnginePlan, backends: Backends, group: Group, progress: Pr
         model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs, urgent=urgent
     )
     runner.spare_cpus = backends.spare_cpus
+    if plan.mtp_drafts:
+        runner.proposals = Proposals(model, plan.mtp_drafts, config.max_num_seqs, plan.draft_blocks)
     if plan.memory.num_snapshots and plan.memory.snapshot_blocks:
         runner.idle_memory = IdleMemory(*_planes(model.attention_backends))
     return runner

@@ -57,6 +57,9 @@ def run_prompt(runner: ModelRunner, tokens: int, slot: int, scratch_block: int) 
         nothing = torch.zeros(1, dtype=torch.int32, device=runner.device)
         hidden = runner.executor.forward(replace(given, bsz=nothing)).hidden
         runner.model.output(hidden[-1:], OutputKind.GREEDY)
+        if runner.model.mtp is not None:
+            runner.model.predict(given.ids, hidden, given.batch, nothing)
         if runner.device.type == "cuda":
             torch.cuda.current_stream(runner.device).synchronize()
-        runner.model.check()
+        for _ in range(1 if runner.model.mtp is None else 2):
+            runner.model.check()

@@ -29,7 +29,8 @@ def _row_bytes(config: ModelConfig, attention: int, experts: bool) -> int:
     mlp = max(
         layer.mlp.row_values(hidden) - (0 if experts else layer.mlp.expert_values(hidden)) for layer in config.layers
     )
-    return _F32 * (6 * hidden + attention + mlp)
+    kept = 3 if config.predicts else 0  # the hidden states, and they beside the next tokens' embeddings
+    return _F32 * ((6 + kept) * hidden + attention + mlp)
 
 
 def logits_bytes(config: ModelConfig, sequences: int) -> int:
@@ -60,9 +61,8 @@ def _linear_values(config: ModelConfig, *, attention: bool) -> Iterator[int]:
 
 def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:
     """Its part in routed experts, in all layers."""
-    return (
-        _BF16 * 3 * len(config.sparse_layers) * config.num_experts * (config.hidden_size + config.moe_intermediate_size)
-    )
+    experts = len(config.without_mtp.sparse_layers) * config.num_experts
+    return _BF16 * 3 * experts * (config.hidden_size + config.moe_intermediate_size)
 
 
 def training_row_bytes(config: ModelConfig) -> int:

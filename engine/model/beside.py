@@ -7,7 +7,8 @@ from dataclasses import replace
 from engine.attention.base import AttentionBackend
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.model.attention import GroupedQueryAttention
-from engine.model.causal_lm import CausalLM, Layer
+from engine.model.causal_lm import CausalLM
+from engine.model.layer import Layer
 from engine.model.mlp import SparseMlp
 
 

@@ -6,7 +6,6 @@ embed -> L x [norm, attention, norm, router, experts (+ shared) | dense MLP] -> 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 
@@ -18,8 +17,9 @@ from engine.experts.capabilities import ExpertCounters, ExpertPlaces
 from engine.linear.base import Adapted, Linear, LoraBatch
 from engine.linear.embedding import Embedding
 from engine.lora.adapter import AdapterWeights, ExtraMlp
-from engine.model.attention import Attention
-from engine.model.mlp import Mlp, SparseMlp
+from engine.model.layer import Layer
+from engine.model.mlp import SparseMlp
+from engine.model.mtp import MtpLayer
 from engine.model.step import OutputKind, StepInput, StepOutput
 from engine.ops.base import Ops
 from engine.ops.greedy import greedy_tokens
@@ -27,20 +27,10 @@ from engine.ranks.group import ALONE, Group
 from engine.ranks.head import Head
 
 
-@dataclass
-class Layer:
-    """residual += attention(norm(residual)); residual += mlp(norm(residual))."""
-
-    index: int
-    input_norm: torch.Tensor
-    attention: Attention
-    post_norm: torch.Tensor
-    mlp: Mlp
-
-
 class CausalLM:
     """Built by `engine.model.load`. `linears` maps module names to projections, for adapters. `group`: of the ranks of
-    which each has a part of the model; all run the same steps.
+    which each has a part of the model; all run the same steps. `mtp`: a layer behind the others that predicts further
+    tokens (`predict`), if it was loaded.
 
     A step: `begin_step`, `plan`, `forward` (this one or another executor's), and `check` when it has ended.
     """
@@ -55,6 +45,7 @@ class CausalLM:
         lm_head: Linear,
         linears: dict[str, Adapted],
         group: Group = ALONE,
+        mtp: MtpLayer | None = None,
     ) -> None:
         self.config = config
         self.ops = ops
@@ -65,15 +56,18 @@ class CausalLM:
         self.head = Head(lm_head, group, config.vocab_size)
         self.linears = linears
         self.group = group
+        self.mtp = mtp
         self.device = embedding.device
         self.dtype = final_norm.dtype  # of activations; the embedding may be held otherwise
         self.slots_with_extra_mlps: set[int] = set()
-        attentions = [layer.attention.backend for layer in layers]
+        every = layers if mtp is None else [*layers, mtp.layer]
+        attentions = [layer.attention.backend for layer in every]
         self.attention_backends = list({id(backend): backend for backend in attentions}.values())
         self.keeps_states = any(isinstance(backend, DeltaBackend) for backend in self.attention_backends)
         self.sparse = {layer.index: layer.mlp for layer in layers if isinstance(layer.mlp, SparseMlp)}
-        self.expert_backends = list({id(mlp.backend): mlp.backend for mlp in self.sparse.values()}.values())
-        buffers = [mlp.task.buffers for mlp in self.sparse.values()]
+        mlps = [layer.mlp for layer in every if isinstance(layer.mlp, SparseMlp)]
+        self.expert_backends = list({id(mlp.backend): mlp.backend for mlp in mlps}.values())
+        buffers = [mlp.task.buffers for mlp in mlps]
         self.expert_buffers = list({id(b): b for b in buffers}.values())
 
     # ---- a step
@@ -96,16 +90,23 @@ class CausalLM:
         residual = self.embed(self.group.from_first(step.ids))
         delta: torch.Tensor | None = None
         for layer in self.layers:
-            x = self.ops.add_rms_norm(residual, delta, layer.input_norm)
-            delta = self.group.sum(layer.attention.output(self.ops, x, step))
-            if step.observe:
-                step.observe(f"model.layers.{layer.index}.self_attn", delta)
-            x = layer.mlp.enter(self.ops, layer.post_norm, residual, delta, step)
-            delta = self.group.sum(layer.mlp.output(self.ops, x, step.lora, step.trace))
-            if step.observe:
-                step.observe(f"model.layers.{layer.index}.mlp", delta)
+            delta = layer.forward(self.ops, residual, delta, step, self.group)
         hidden = self.ops.add_rms_norm(residual, delta, self.final_norm)
         return self.output(hidden if step.keep is None else hidden[step.keep], step.output_kind)
+
+    def predict(
+        self, ids: torch.Tensor, hidden: torch.Tensor, batch: BatchLayout, bsz: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The MTP layer over T positions, between steps: `check` follows when it has ended, as of a step. `ids` int64
+        [T]: the token after each position. `hidden` [T, H] and what returns: as in `MtpLayer.forward`. `bsz`: as in
+        `StepInput`. Only where there is such a layer."""
+        if self.mtp is None:
+            raise RuntimeError("no layer of multi-token prediction was loaded")
+        step = StepInput(ids, batch, bsz=bsz)
+        self.begin_step(batch.num_tokens, lora=False, eager=True, slots=())
+        self.mtp.layer.attention.backend.plan(batch)
+        self.fill_slots(batch.num_tokens, None, bsz)
+        return self.mtp.forward(self.ops, self.embed(ids), hidden, step)
 
     def check(self) -> None:
         """Once for each begun step, when it has ended: raises the first of its experts' errors."""

@@ -20,10 +20,12 @@ from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.linear.base import Adapted, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TableEmbedding
 from engine.model.attention import Attention, GroupedQueryAttention
-from engine.model.causal_lm import CausalLM, Layer
+from engine.model.causal_lm import CausalLM
 from engine.model.delta import DeltaNetAttention
 from engine.model.latent import LatentAttention
+from engine.model.layer import Layer
 from engine.model.mlp import DenseMlp, SharedExpert, SparseMlp
+from engine.model.mtp import MtpLayer
 from engine.ops.base import Ops
 from engine.ops.rope import Rope
 from engine.ranks.group import ALONE, Group
@@ -71,11 +73,13 @@ class Loader:
 
     def model(self, progress: Progress) -> CausalLM:
         config = self.source.config
-        layers = []
+        layers, count = [], len(config.layers)
         for index in range(config.num_hidden_layers):
-            progress("Loading layers", index, config.num_hidden_layers)
+            progress("Loading layers", index, count)
             layers.append(self.layer(index))
-        progress("Loading layers", config.num_hidden_layers, config.num_hidden_layers)
+        adapted = dict(self.linears)  # the layer behind them has no adapters
+        mtp = self.mtp(config.num_hidden_layers) if config.predicts else None
+        progress("Loading layers", count, count)
         head = self.head()
         embedding = self.embedding(head)
         final_norm = self.vector("model.norm.weight")
@@ -89,8 +93,9 @@ class Loader:
             layers=layers,
             final_norm=final_norm,
             lm_head=head,
-            linears=self.linears,
+            linears=adapted,
             group=self.group,
+            mtp=mtp,
         )
 
     def layer(self, index: int) -> Layer:
@@ -101,6 +106,16 @@ class Loader:
             attention=self._attention(index, spec.attention),
             post_norm=self.vector(f"{name}.post_attention_layernorm.weight"),
             mlp=self._sparse(index, spec.mlp) if isinstance(spec.mlp, Sparse) else self._dense(index, spec.mlp),
+        )
+
+    def mtp(self, index: int) -> MtpLayer:
+        name = f"model.layers.{index}"
+        return MtpLayer(
+            embedding_norm=self.vector(f"{name}.enorm.weight"),
+            hidden_norm=self.vector(f"{name}.hnorm.weight"),
+            projection=self.linear(f"{name}.eh_proj"),
+            layer=self.layer(index),
+            norm=self.vector(f"{name}.shared_head.norm.weight"),
         )
 
     def head(self) -> Linear:

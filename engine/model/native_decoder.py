@@ -17,9 +17,9 @@ from engine.experts.capabilities import NativeTasks
 from engine.linear.base import Linear, LoraBatch
 from engine.linear.native import NativeLatentUp, NativeLinear, slots_address
 from engine.model.attention import Attention, GroupedQueryAttention
-from engine.model.causal_lm import Layer
 from engine.model.delta import DeltaNetAttention
 from engine.model.latent import LatentAttention
+from engine.model.layer import Layer
 from engine.model.mlp import DenseMlp, Mlp, SparseMlp
 from engine.model.step import Trace
 from engine.ops.base import Ops

@@ -12,6 +12,7 @@ from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import Sizes
 from engine.memory.costs import buffer_row_bytes
 from engine.memory.items import Item, Kind
+from engine.planning.drafts import mtp_drafts
 from engine.planning.placement import Placement
 
 
@@ -21,6 +22,8 @@ def lane_blocker(config: EngineConfig, placement: Placement, model: ModelConfig)
         return ""
     if config.tensor_parallel > 1:
         return "several GPUs take the same steps one after another"
+    if mtp_drafts(config):
+        return "the layer that predicts drafts follows each step"
     if config.fine_tuning:
         return "training beside serving takes the time between steps"
     if not set(placement.used(".mlp.experts")) <= {"native", "hybrid"}:

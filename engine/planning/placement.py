@@ -264,7 +264,7 @@ def native_limits(model: ModelConfig) -> dict[str, str]:
     for net in model.delta_nets:
         if why := delta_limit(net):
             limits["attention"] = why
-    for index in range(model.num_hidden_layers):
+    for index in range(len(model.layers)):
         for module in model.modules(index):
             odd = [size for size in module.shape if size % 32]
             if odd and module.kind == "linear" and module.name not in FLOAT32_MODULES:

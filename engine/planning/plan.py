@@ -36,7 +36,7 @@ from engine.memory.plan import (
     wanted_tokens,
 )
 from engine.memory.stated import STATED, tiled_projections
-from engine.planning.drafts import kept_positions, make_drafter
+from engine.planning.drafts import check_mtp, kept_positions, make_drafter, mtp_drafts
 from engine.planning.gpu_experts import gpu_share, share_lines, suits
 from engine.planning.gpu_memory import (
     adapter_copies,
@@ -102,8 +102,19 @@ class EnginePlan:
 
     @property
     def cache_blocks(self) -> int:
-        """All blocks of the KV cache: padding rows write to one more."""
-        return self.num_blocks + 1
+        """All blocks of the KV cache: padding rows write to one more, and drafts by a layer of the model to those of
+        theirs behind it."""
+        return self.draft_blocks.stop
+
+    @property
+    def draft_blocks(self) -> range:
+        """Blocks of the cache for drafts of drafts, beyond the blocks of their sequences."""
+        return range(self.num_blocks + 1, self.num_blocks + 1 + _draft_blocks(self.config))
+
+    @property
+    def mtp_drafts(self) -> int:
+        """Of a row, by the model's layer of multi-token prediction, at most; 0: it is not used."""
+        return mtp_drafts(self.config)
 
     @property
     def torch_threads(self) -> int:
@@ -165,6 +176,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     """Open the files, choose the backends, plan the memory. Reads headers only, of adapters none. UserError for
     settings that cannot be."""
     make_drafter(config)
+    check_mtp(config)
     check_settings(config)
     _check_isa(config)
     if config.adapters and not config.max_adapter_slots:
@@ -174,7 +186,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
             check_folder(path)
         except AdapterError as error:
             raise UserError(f"adapter {name!r}: {error}", "adapters") from error
-    source = open_model(config.model, config.gguf)
+    source = open_model(config.model, config.gguf, mtp=mtp_drafts(config) > 0)
     model, machine = source.config, find_machine(config, source.config)
     placement = choose(config, model, machine)
     check_states(config, model, placement)
@@ -273,10 +285,14 @@ def _plan(
         gpu_packs="gpu" in placement.used(".mlp.experts"),
         native=native_available()[0] and not native_limits(source.config),
     )
+    extra = []
+    if blocks := _draft_blocks(config):
+        size = blocks * BLOCK_SIZE * inputs.kv_token_bytes
+        extra.append(Item(inputs.main.name, Kind.KV_CACHE, f"KV cache, {blocks} blocks of drafts", size))
     disk = plan_kv_disk(config, placement, inputs.kv_token_bytes, source.config.state_bytes)
     if inputs.gpu is not None:
         experts, element = placement.used(".mlp.experts"), precision.activations.itemsize
-        extra = gpu_items(config, source.config, element, placement.device, placement.used(".self_attn")[0])
+        extra += gpu_items(config, source.config, element, placement.device, placement.used(".self_attn")[0])
         extra += expert_items(
             config, source.config, token_budget, element, placement.device, experts, placement.streams_prefill,
             _expert_bytes(config, source, placement, precision),
@@ -292,9 +308,14 @@ def _plan(
         if "hybrid" in experts:
             hot = _hot_bytes(inputs, placement, extra, asked_hot)
             extra.append(Item(inputs.gpu.name, Kind.EXPERTS, "hot experts", hot))
-        inputs = replace(inputs, extra=tuple(extra))
-    memory = plan_memory(inputs)
+    memory = plan_memory(replace(inputs, extra=tuple(extra)))
     return EnginePlan(config, source, placement, precision, memory, token_budget, threads, hot, kv_disk=disk)
+
+
+def _draft_blocks(config: EngineConfig) -> int:
+    """Of all rows, for drafts of drafts beyond the blocks of their sequences."""
+    drafts = mtp_drafts(config)
+    return config.max_num_seqs * -(-(drafts - 1) // BLOCK_SIZE) if drafts else 0
 
 
 def _expert_bytes(config: EngineConfig, source: WeightSource, placement: Placement, precision: Precision) -> int:

@@ -24,6 +24,7 @@ class Launched:
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)  # of positions start + 1 ...
     failed: dict[str, Exception] = field(default_factory=dict)
+    proposals: dict[str, list[int]] = field(default_factory=dict)  # what the model says may follow
     experts_touched: dict[int, int] = field(default_factory=dict)  # distinct ones, by layer whose backend counts them
     trace: Trace | None = None
     phases: dict[str, float] = field(default_factory=dict)  # seconds

@@ -34,6 +34,7 @@ from engine.steps.graphs.padded import PaddedDecode
 from engine.steps.inputs import StepArrays, TokenCounts
 from engine.steps.orders import Step, StepLeader
 from engine.steps.prompt_logprobs import prompt_logprobs, prompt_parts, wants_prompt
+from engine.steps.proposals import Proposals
 from engine.steps.sampling import PendingLogprobs, SampleRow, sample
 from engine.steps.touched import TouchedCounter
 from scheduler.plan import Idle, StepPlan, StepRow
@@ -50,7 +51,7 @@ class InFlight(Launched):
     """A launched step. Its K kept tokens are those after which something is sampled, the rows' one after the other."""
 
     arrays: StepArrays = field(kw_only=True)
-    hidden: torch.Tensor | None = None  # [T, H] if all of it is wanted, else [K, H]; None for a padded step
+    hidden: torch.Tensor | None = None  # [T, H] if all of it is wanted, else [K, H]; None: it is not kept
     logits: torch.Tensor | None = None  # [>= K, V], where `greedy` does not do without
     greedy: torch.Tensor | None = None  # int64 [K] already, if all of them are greedy
     tokens: torch.Tensor | None = None  # int64 [K] on the host, valid once `arrival` has come
@@ -91,6 +92,7 @@ class ModelRunner:
         self.padded: PaddedDecode | None = None
         self.leader: StepLeader | None = None  # of other ranks, which run the same steps
         self.idle_memory: IdleMemory | None = None  # where blocks and snapshots of states share memory
+        self.proposals: Proposals | None = None  # of draft tokens, by a layer of the model
         self.keep_all = False  # hidden states of every token, to compare logits of whole prompts
         self.notes: list[str] = []  # logged at start: how steps run
         self.spare_cpus: list[int] = []  # where the engine's own thread belongs beside a pinned pool of threads
@@ -105,8 +107,9 @@ class ModelRunner:
     def pad_decode(self, max_rows: int, adapter_slots: int, scratch_block: int) -> PaddedDecode:
         """Run decode steps in padded sizes from now on; `capture` of what is returned, in `computing`, makes graphs."""
         self.padded = PaddedDecode(
-            self.model, self.executor, max_rows, adapter_slots, scratch_block, self.sampled, self.tracing
-        )
+            self.model, self.executor, max_rows, adapter_slots, scratch_block, self.sampled, self.tracing,
+            keep_hidden=self.proposals is not None,
+        )  # fmt: skip
         return self.padded
 
     @contextmanager
@@ -190,6 +193,15 @@ class ModelRunner:
     def tokens(self, step: InFlight) -> list[list[int]]:
         """Waits for the step. One list per row of the plan: the drafts that were sampled, from the first on, and the
         token after them; empty for a row that samples nothing or is among `step.failed`. Raises what failed in it."""
+        found = self._tokens(step)
+        if self.proposals is not None and step.hidden is not None:
+            began = time.perf_counter()
+            with self.computing():
+                proposed = self.proposals.propose(step.plan, step.arrays, step.hidden, found, set(step.failed))
+            step.proposals, step.phases["propose_s"] = proposed, time.perf_counter() - began
+        return found
+
+    def _tokens(self, step: InFlight) -> list[list[int]]:
         if step.arrival is not None:
             self.model.group.results(step.arrival.wait)
         self.model.check()
@@ -217,7 +229,9 @@ class ModelRunner:
         step = InFlight(plan, arrays=arrays)
         greedy = all(row.request.greedy for row in plan.rows if row.samples)
         greedy = greedy and not (masks and any(_masks(masks, row, i) for row, i in step.samples))
-        every = padded is None and (self.keep_all or any(wants_prompt(row) for row in plan.rows))
+        every = self.keep_all or any(wants_prompt(row) for row in plan.rows)
+        every = every or (self.proposals is not None and len(arrays.kept) < arrays.num_tokens)
+        every = every and padded is None
         if self.leader is not None:
             parts = [part for i, row in enumerate(plan.rows) for part in prompt_parts(arrays, i, row)]
             self.leader.announce(
@@ -226,6 +240,7 @@ class ModelRunner:
         if padded:
             built = time.perf_counter()
             step.trace = padded.launch(arrays)
+            step.hidden = None if padded.hidden is None else padded.hidden[: arrays.num_tokens]
             if greedy:
                 step.greedy = padded.greedy[: len(arrays.kept)]
             else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.architectures.config import ModelConfig
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, UserError
 from engine.files.gguf.types import READABLE
 
 _SHOWN = 8
@@ -22,6 +22,19 @@ class Found(NamedTuple):
     shape: tuple[int, ...]
     type: str
     path: Path
+
+
+def with_mtp(names: Iterable[str], config: ModelConfig, where: Path, gguf: bool = False) -> ModelConfig:
+    """The configuration with the layer of multi-token prediction; UserError if the files have none."""
+    prefix = "" if config.mtp is None else config.mtp.part.gguf if gguf else config.mtp.part.prefix
+    if prefix and any(name.startswith(prefix) for name in names):
+        return config.with_mtp
+    other = "--speculate suffix:K or ngram:K makes drafts without one"
+    if config.mtp is None:
+        why = f"{config.architecture} models like this one have no layer of multi-token prediction that can be served"
+    else:
+        why = f"the layer of multi-token prediction is not in the files (no tensor {prefix}*)"
+    raise UserError(f"{where}: {why}; {other}", "speculate")
 
 
 def without_left_out(names: Iterable[str], config: ModelConfig, gguf: bool = False) -> tuple[list[str], list[str]]:

@@ -11,13 +11,14 @@ import numpy.typing as npt
 import torch
 
 from engine.architectures.config import LayerSpec, ModelConfig
+from engine.architectures.numbers import extra_mtp
 from engine.architectures.parts.base import Module
 from engine.architectures.parts.delta import DeltaNet
 from engine.architectures.registry import architecture_of, config_from_gguf
 from engine.errors import ModelFileError
 from engine.files.gguf.file import GGUFFile
 from engine.files.model_file import Bytes, FileBytes, MadeBytes, ModelFile, made_of, part
-from engine.weights.checks import Found, refuse_extra, refuse_types, require, without_left_out
+from engine.weights.checks import Found, refuse_extra, refuse_types, require, with_mtp, without_left_out
 from engine.weights.layout import GGUF_HEAD, Tensor, expert_shape, gguf_expert_name, tensors
 from engine.weights.store import ExpertStore, JoinedTensor, WeightSource, WeightTensor
 
@@ -26,13 +27,15 @@ _PROJECTIONS = ("gate", "up", "down")
 
 class GGUFSource(WeightSource):
     """`config` overrides what the metadata says (a Hugging Face folder given beside the file); the two must agree
-    on the structure. Raises ModelFileError unless every tensor is there, readable and of the right shape."""
+    on the structure. Raises ModelFileError unless every tensor is there, readable and of the right shape. `mtp`: with
+    the layer of multi-token prediction; UserError if there is none."""
 
-    def __init__(self, file: GGUFFile, config: ModelConfig | None = None) -> None:
+    def __init__(self, file: GGUFFile, config: ModelConfig | None = None, *, mtp: bool = False) -> None:
         self.file = file
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
         own = config_from_gguf(file.metadata, shapes, {t.type for t in file.tensors.values()}, str(file.path))
-        self.config = own if config is None else _merge(config, own, file)
+        merged = own if config is None else _merge(config, own, file)
+        self.config = with_mtp(file.tensors, merged, file.path, gguf=True) if mtp else merged
         self._dense = tensors(self.config)
         self._check()
 
@@ -227,7 +230,8 @@ def _merge(config: ModelConfig, own: ModelConfig, file: GGUFFile) -> ModelConfig
     if own.tie_word_embeddings and not config.tie_word_embeddings:
         raise ModelFileError(f"{file.path}: tensor {GGUF_HEAD} is missing, and config.json says untied", "model")
     layers = tuple(_merge_layer(i, *pair, file) for i, pair in enumerate(zip(config.layers, own.layers, strict=True)))
-    return dataclasses.replace(config, layers=layers, tie_word_embeddings=own.tie_word_embeddings)
+    mtp = None if own.mtp is None else extra_mtp(layers)
+    return dataclasses.replace(config, layers=layers, tie_word_embeddings=own.tie_word_embeddings, mtp=mtp)
 
 
 def _merge_layer(layer: int, given: LayerSpec, stored: LayerSpec, file: GGUFFile) -> LayerSpec:

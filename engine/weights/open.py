@@ -18,31 +18,32 @@ from engine.weights.store import WeightSource
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def open_model(model: str, gguf: str | None = None) -> WeightSource:
+def open_model(model: str, gguf: str | None = None, *, mtp: bool = False) -> WeightSource:
     """Open and check a model; reads headers only.
 
     `model` is a Hugging Face folder (safetensors; or none and one GGUF model), a .gguf file, or a folder with one
     GGUF model, which may be split. `gguf` is a GGUF file or folder whose weights are to be used with the folder's
-    configuration. A folder's config.json goes before GGUF metadata; one with adapter_config.json is refused. Raises
-    UserError for a path that leads nowhere, ModelFileError for files that cannot be served.
+    configuration. A folder's config.json goes before GGUF metadata; one with adapter_config.json is refused. `mtp`:
+    with the layer of multi-token prediction. Raises UserError for a path that leads nowhere and for a model without
+    such a layer, ModelFileError for files that cannot be served.
     """
     try:
-        return _open(_existing(model, "model"), gguf)
+        return _open(_existing(model, "model"), gguf, mtp)
     except OSError as error:  # of a folder that may not be looked into, say
         raise ModelFileError(f"{error.filename or model}: cannot be read: {error.strerror}", "model") from error
 
 
-def _open(path: Path, gguf: str | None) -> WeightSource:
+def _open(path: Path, gguf: str | None, mtp: bool) -> WeightSource:
     config = _folder_config(path)
     if gguf is not None:
         if config is None:
             raise UserError(f"{path}: gguf is given, so model must be a folder with config.json", "model")
-        return GGUFSource(open_gguf(_existing(gguf, "gguf")), config)
+        return GGUFSource(open_gguf(_existing(gguf, "gguf")), config, mtp=mtp)
     _refuse_adapter(path)
     if has_safetensors(path):
         if config is None:
             raise ModelFileError(f"{path}: config.json is missing; fetch all of it: ktserve pull hf:ORG/REPO", "model")
-        return SafetensorsSource(path, config)
+        return SafetensorsSource(path, config, mtp=mtp)
     if path.is_dir() and not any(path.glob("*.gguf")):
         other = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         found = f"holds neither {SINGLE}, {INDEX} nor a .gguf file, but {other}"
@@ -56,7 +57,7 @@ def _open(path: Path, gguf: str | None) -> WeightSource:
             "name that file if it is meant",
             "model",
         )
-    return GGUFSource(file, config)
+    return GGUFSource(file, config, mtp=mtp)
 
 
 def has_safetensors(folder: Path) -> bool:

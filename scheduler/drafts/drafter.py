@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from scheduler.drafts.chances import Chances
 from scheduler.drafts.gain import Gain, Offer
+from scheduler.drafts.predicted import Predicted
 from scheduler.drafts.texts import Proposer
-from scheduler.plan import StepPlan
+from scheduler.plan import StepPlan, Wanted
 from scheduler.request import Request
 
 
@@ -20,15 +21,17 @@ class Place(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """A request is not looked at before its output is so long, for which it had to grow by so many tokens."""
+    """A request is not looked at before its output is so long, for which it had to grow by so many tokens; `taken`: of
+    its drafts when it was looked at last."""
 
     until: int
     tokens: int
+    taken: int = 0
 
 
 _NO_REST = _Rest(0, 0)
 MOST_REST = 16  # tokens
-LIKELY = 0.5  # drafts of such a chance are looked at in each step, for they may soon pay
+LIKELY = 0.5  # drafts of such a chance are looked at in each step, for they may soon pay, if they cost but a look-up
 
 
 class Drafter:
@@ -37,6 +40,7 @@ class Drafter:
     def __init__(self, proposer: Proposer, num_drafts: int, *, always: bool = False) -> None:
         self._proposer = proposer
         self._num_drafts = num_drafts
+        self._costly = isinstance(proposer, Predicted)  # the model computes what it proposes
         self._gain = None if always else Gain()
         self._chances = Chances()
         self._rests: dict[Request, _Rest] = {}
@@ -60,10 +64,24 @@ class Drafter:
         for i, tokens, offer, count in zip(due, proposals, offers, counts, strict=True):
             request = places[i].request
             likely = offer.drafts > 0 and offer.chance >= LIKELY
-            rest = 0 if count or likely else min(MOST_REST, 2 * self._rest(request).tokens + 1)
-            self._rests[request] = _Rest(len(request.output) + rest, rest)
+            rest = 0 if count or (likely and not self._costly) else min(MOST_REST, 2 * self._rest(request).tokens + 1)
+            self._rests[request] = _Rest(len(request.output) + rest, rest, count)
             chosen[i] = tokens[:count]
         return chosen
+
+    def wanted(self, requests: Iterable[Request]) -> dict[str, Wanted]:
+        """By request id what the model is to propose behind the next step: twice as many as were taken last and one
+        more, none while the request rests. Empty: all that it can, or it is not the model that proposes."""
+        if self._gain is None or not self._costly:
+            return {}
+        rests = ((request.request_id, self._rest(request)) for request in requests)
+        return {name: Wanted(rest.until, min(2 * rest.taken + 1, self._num_drafts)) for name, rest in rests}
+
+    def take(self, request: Request, tokens: Sequence[int]) -> None:
+        """What the model itself says may follow the request's output. ValueError if proposals are made otherwise."""
+        if not isinstance(self._proposer, Predicted):
+            raise ValueError(f"proposals are made by {type(self._proposer).__name__}, not by the model")
+        self._proposer.take(request, tokens)
 
     def observe(self, plan: StepPlan, tokens: int, seconds: float) -> None:
         """How long a step took, and how many tokens came of it."""

@@ -25,9 +25,9 @@ from tests.lora.merge import merge
 
 
 class Family:
-    """A base model on disk with adapters, named as its files are, and each of them merged."""
+    """A base model on disk with adapters, named as its files are, and each of them merged, unless `merged` is false."""
 
-    def __init__(self, folder: Path, count: int = 3, scale: float = 0.3, **shape) -> None:
+    def __init__(self, folder: Path, count: int = 3, scale: float = 0.3, *, merged: bool = True, **shape) -> None:
         self.base = tiny_model(21, **({"num_hidden_layers": 3, "num_experts": 8, "mlp_only_layers": [1]} | shape))
         self.model_path = folder / "base"
         save_hf(self.base, self.model_path)
@@ -41,7 +41,8 @@ class Family:
             keys = named(keys, architecture_of(config).stored)
             name = f"adapter-{i}"
             self.paths[name] = write(folder / name, keys, lora_config(rank, 2.0 * rank))
-            self.merged[name] = merge(copy.deepcopy(self.base), weights)
+            if merged:
+                self.merged[name] = merge(copy.deepcopy(self.base), weights)
 
     def engine(self, **config) -> Harness:
         harness = Harness(self.model_path, **config)

@@ -97,7 +97,7 @@ def test_a_30b_model_in_q4_k_m_is_whole_on_a_card_of_24_gb(monkeypatch: pytest.M
     )  # fmt: skip
     source = Q4KM(model)
     assert 18.0e9 < source.num_bytes < 19.0e9
-    monkeypatch.setattr(build, "open_model", lambda *_: source)
+    monkeypatch.setattr(build, "open_model", lambda *_, **__: source)
     monkeypatch.setattr(build, "find_machine", lambda *_: GPU)
     monkeypatch.setattr(build, "gpu_memory", lambda _: Memory("GPU 0", 24060 << 20, 24564 << 20))
     monkeypatch.setattr(build, "cpu_memory", lambda: Memory("CPU", 60 << 30, 64 << 30))

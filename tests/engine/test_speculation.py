@@ -133,10 +133,12 @@ def test_a_stop_string_ends_within_a_run_of_drafts(folder):
         "ngram:4:",
         "suffix:4:ever",
         "suffix",
+        "mtp:33",
+        "mtp",
     ],
 )
 def test_what_cannot_be_is_refused(folder, wrong):
-    with pytest.raises(UserError, match=r"ngram:K or suffix:K is expected, K from 1 to 32"):
+    with pytest.raises(UserError, match=r"ngram:K, suffix:K or mtp:K is expected, K from 1 to 32"):
         plan_engine(EngineConfig(model=str(folder), speculate=wrong))
 
 

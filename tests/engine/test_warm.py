@@ -15,18 +15,23 @@ from engine.errors import EngineError, ExpertBackendError
 from engine.launch import warm
 from engine.launch.warm import run_prompt
 from engine.steps.runner import ModelRunner
+from testing.models.mtp import TorchMtp, add_mtp
 from tests.engine.family import Family
 from tests.engine.parity import BACKENDS, prompts
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory) -> Family:
-    return Family(tmp_path_factory.mktemp("family"))
+    family = Family(tmp_path_factory.mktemp("family"), family="glm4_moe", mlp_only_layers=[0])
+    add_mtp(TorchMtp(family.base), family.model_path)
+    return family
 
 
 @BACKENDS
 def test_prompts_without_a_valid_token_change_nothing(family, backend):
-    engine = family.engine(cuda_graphs="padded", max_num_batched_tokens=64, max_num_seqs=6, **backend)
+    engine = family.engine(
+        cuda_graphs="padded", max_num_batched_tokens=64, max_num_seqs=6, speculate="mtp:2", **backend
+    )
     runner, blocks = engine.core.runner, engine.core.scheduler.config.num_blocks
     names, asked = [None, "adapter-0", "adapter-2"], prompts(1, [3, 9, 20])
     engine.generate(asked, names)

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from testing.models.tiny import tiny_model
+    """With a layer that makes drafts, where one is asked for them."""
+    from testing.models.mtp import TorchMtp, add_mtp
+    from testing.models.tiny import save_hf, tiny_model
 
-    folder = tmp_path_factory.mktemp("bytes")
-    tiny_model(vocab_size=300, eos_token_id=END).save_pretrained(folder)
+    folder, model = tmp_path_factory.mktemp("bytes"), tiny_model(family="glm4_moe", vocab_size=300, eos_token_id=END)
+    save_hf(model, folder)
+    add_mtp(TorchMtp(model), folder)
     return folder
 
 

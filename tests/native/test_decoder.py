@@ -25,7 +25,7 @@ from engine.linear.native import NativeLinear, NativeLinearBackend
 from engine.linear.reference import ReferenceLinear
 from engine.lora.adapter import LoraPair
 from engine.model.attention import GroupedQueryAttention
-from engine.model.causal_lm import Layer
+from engine.model.layer import Layer
 from engine.model.mlp import DenseMlp, SparseMlp
 from engine.model.native_decoder import NativeDecoder, all_native
 from engine.model.native_executor import NativeExecutor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scheduler.drafts import Drafter, Proposal
+from scheduler.drafts import Drafter, Predicted, Proposal
 from scheduler.drafts.chances import Chances
 from scheduler.drafts.gain import Gain, Offer
 from scheduler.request import Request
@@ -173,3 +173,59 @@ def test_requests_whose_drafts_are_of_no_use_are_seldom_looked_at() -> None:
 
     simulate(CHEAP, Wrong((0.0, 0.0), 0), 4, 0, 0.0)
     assert 0 < looked < 4 * LENGTH / 8
+
+
+# ---- drafts that the model makes
+
+
+def simulate_model(machine: Machine, text: Text, rows: int, each: float) -> tuple[float, float, int]:
+    """(seconds of the steps, tokens a step, drafts made of a request) where a draft of all rows takes `each` of a step
+    without any."""
+    rng = random.Random(3)
+    scheduler = Scheduler(CONFIG, Drafter(Predicted(), 8))
+    for i in range(rows):
+        scheduler.add(make_request(str(i), [3 + i, 5], LENGTH), 0.0)
+    total, steps, made = 0.0, 0, 0
+    while (plan := scheduler.schedule(0.0)) is not None:
+        said, proposals, deepest = [], {}, 0
+        for row in plan.rows:
+            start, request = len(row.request.output), row.request
+            right = [draft == start + i for i, draft in enumerate(row.drafts)]
+            accepted = right.index(False) if False in right else len(right)
+            said.append(list(range(start, start + accepted + 1)))
+            wanted = plan.wanted[request.request_id]
+            if start + accepted + 1 >= wanted.after and start + accepted + 1 < LENGTH:
+                after = make_request("", [1])
+                after.output = list(range(start + accepted + 1))
+                proposals[request.request_id] = list(text.propose(after, wanted.most).tokens)
+                deepest = max(deepest, wanted.most)
+                made += wanted.most
+        scheduler.commit(plan, said, 0.0)
+        scheduler.take_proposals(proposals)
+        taken = (machine.seconds(plan.num_tokens) + deepest * each * machine.seconds(rows)) * rng.uniform(0.95, 1.05)
+        total, steps = total + taken, steps + 1
+        scheduler.observe(plan, taken, None)
+    return total, rows * LENGTH / steps, made // rows
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    machine=machines,
+    chance=st.sampled_from([0.0, 0.3, 0.6, 0.8, 0.95]),
+    rows=st.sampled_from([1, 4, 16]),
+    each=st.sampled_from([0.02, 0.1, 0.2]),
+)
+def test_drafts_of_the_model_cost_little_more_than_they_save(machine, chance, rows, each) -> None:
+    plain, _ = simulate(machine, None, rows, 3, 0.0)
+    drafted, _, _ = simulate_model(machine, Text((chance, chance), 3), rows, each)
+    assert drafted <= 1.08 * plain
+
+
+def test_the_model_makes_few_drafts_where_none_pays_and_many_where_they_do() -> None:
+    dear = Machine(0.0, 0.001, 0.0001)
+    plain, _ = simulate(dear, None, 1, 3, 0.0)
+    drafted, tokens, made = simulate_model(dear, Text((0.6, 0.6), 3), 1, 0.05)
+    assert made < LENGTH / 8 and tokens < 1.1 and drafted < 1.05 * plain
+    plain, _ = simulate(CHEAP, None, 1, 3, 0.0)
+    drafted, tokens, made = simulate_model(CHEAP, Text((0.95, 0.95), 3), 1, 0.02)
+    assert made > LENGTH / 2 and tokens > 3 and drafted < 0.6 * plain

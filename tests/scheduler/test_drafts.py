@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.drafts import Drafter, OwnText, Proposal, RecentTexts, texts
+from scheduler.drafts import Drafter, OwnText, Predicted, Proposal, RecentTexts, texts
 from scheduler.errors import IntegrityError
 from scheduler.plan import EventKind
+from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from tests.scheduler.harness import FakeEngine, config, expected_tokens, make_request
 
@@ -243,3 +244,69 @@ def test_other_tenants_texts_are_not_looked_at() -> None:
     for tenant, wanted in (("x", [5, 6, 7]), ("y", [])):
         request = make_request(f"of {tenant}", [1, 2, 3, 4], tenant=tenant)
         assert list(proposer.propose(request, 3).tokens) == wanted
+
+
+# ---- what the model itself says
+
+
+def predicted(always: bool = True) -> tuple[Scheduler, Request, Drafter]:
+    drafter = Drafter(Predicted(), 4, always=always)
+    scheduler = Scheduler(config(), drafter)
+    request = make_request("a", [1, 2, 3], 40)
+    scheduler.add(request, 0.0)
+    scheduler.commit(scheduler.schedule(0.0), [[10]], 0.0)
+    return scheduler, request, drafter
+
+
+def test_what_the_model_says_is_drafted_once() -> None:
+    scheduler, request, _ = predicted()
+    scheduler.take_proposals({"a": [11, 12, 13, 14, 15], "unknown": [5]})
+    plan = scheduler.schedule(0.0)
+    assert plan.rows[0].drafts == (11, 12, 13, 14)
+    scheduler.commit(plan, [[11, 12, 9]], 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan.rows[0].drafts == (), "tokens have followed since"
+    scheduler.commit(plan, [[8]], 0.0)
+    assert request.output == [10, 11, 12, 9, 8]
+    scheduler.take_proposals({"a": []})
+    assert scheduler.schedule(0.0).rows[0].drafts == ()
+
+
+def test_proposals_of_ended_requests_are_ignored() -> None:
+    scheduler, _, drafter = predicted()
+    scheduler.abort("a", "")
+    scheduler.take_proposals({"a": [11]})
+    assert not drafter._proposer._taken
+    Scheduler(config()).take_proposals({})
+    with pytest.raises(ValueError, match="made by OwnText"):
+        always(OwnText()).take(make_request("b", [1], 4), [2])
+
+
+@given(chances=st.lists(st.booleans(), min_size=30, max_size=30))
+def test_drafts_are_made_when_they_would_be_looked_at(chances: list[bool]) -> None:
+    """Whatever the drafter waits for: behind each step for which the plan lets proposals be made, and only then, the
+    next step looks for drafts."""
+    scheduler, request, drafter = predicted(always=False)
+    looked: list[int] = []
+    propose = drafter._proposer.propose
+
+    def watched(request: Request, most: int) -> Proposal:
+        looked.append(len(request.output))
+        return propose(request, most)
+
+    drafter._proposer.propose = watched  # type: ignore[method-assign]
+    plan = scheduler.schedule(0.0)
+    for right in chances:
+        row = plan.rows[0]
+        new = [*row.drafts, 9] if right else [9 - (row.drafts[:1] == (9,))]
+        scheduler.commit(plan, [new], 0.0)
+        after, most = plan.wanted["a"]
+        assert most == min(4, 2 * len(row.drafts) + 1)
+        wanted = len(request.output) >= after
+        if wanted:
+            scheduler.take_proposals({"a": ([9 if right else 7] * 4)[:most]})
+        before = len(looked)
+        plan = scheduler.schedule(0.0)
+        if plan is None:
+            break
+        assert (len(looked) > before) == wanted

@@ -21,9 +21,10 @@ from engine.experts.capabilities import NativeKernels, needed
 from engine.linear.base import Linear
 from engine.memory.costs import layers_kept
 from engine.model.attention import Attention, GroupedQueryAttention
-from engine.model.causal_lm import CausalLM, Layer
+from engine.model.causal_lm import CausalLM
 from engine.model.delta import DeltaNetAttention
 from engine.model.latent import LatentAttention
+from engine.model.layer import Layer
 from engine.model.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
 from engine.model.step import StepInput
 from engine.ops.base import TorchOps, rms_norm
@@ -82,7 +83,7 @@ class _Sparse:
 
 @dataclass
 class _Layer:
-    """As `engine.model.causal_lm.Layer`."""
+    """As `engine.model.layer.Layer`."""
 
     served: Layer
     attention: Attention

@@ -67,7 +67,7 @@ class CudaBridge(ExpertBackend):
         self._inner = inner
         self._native = needed(inner, NativeTasks)
         self._config = config
-        self._touched = TouchedExperts.of(config.num_hidden_layers, device)
+        self._touched = TouchedExperts.of(len(config.layers), device)
         self._timeout_s = timeout_s
         self._on_gpu = device.type == "cuda"
         native: Any = importlib.import_module("native._native")

@@ -50,7 +50,7 @@ class GpuExperts(ExpertBackend):
             self._sizes, dtype, device, max_rows=max_rows, max_rank=max_rank, max_slots=max_slots
         )
         self._slots = SlotTables.allocate(len(self._numbers), max_slots + 1, device)
-        self._touched = TouchedExperts.of(config.num_hidden_layers, device)
+        self._touched = TouchedExperts.of(len(config.layers), device)
         self._layers: dict[int, LayerTables] = {}
         self._blocks: dict[tuple[int, int], torch.Tensor] = {}  # (layer, slot): LoRA that tables point to
         self._lora = True

@@ -75,7 +75,7 @@ class KtExperts(ExpertBackend):
         self.max_rows = max_rows
         self._closed = False
         self.methods: dict[int, str] = {}  # by layer, as chosen
-        self._touched = TouchedExperts.of(config.num_hidden_layers)
+        self._touched = TouchedExperts.of(len(config.layers))
         self._modules: dict[int, Any] = {}
         self._tasks: dict[tuple[int, int], ExpertTask] = {}
         self._keep: list[Any] = []  # what kt_kernel keeps pointers to

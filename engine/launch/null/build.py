@@ -21,7 +21,7 @@ from engine.lora.budget import AdapterSize
 from engine.lora.reader_process import ParsedAdapter, ParseRequest
 from engine.messages import FromEngine, Ready
 from engine.null import NullSettings, null_settings
-from engine.planning.drafts import make_drafter
+from engine.planning.drafts import make_drafter, mtp_drafts
 from engine.weights.gguf import GGUFSource
 from scheduler.config import SchedulerConfig
 from scheduler.scheduler import Scheduler
@@ -81,6 +81,12 @@ def build_null(config: EngineConfig, send: Callable[[FromEngine], None]) -> tupl
 def _check(config: EngineConfig) -> None:
     """Raises UserError for settings of what is not there."""
     check_settings(config)
+    if mtp_drafts(config):
+        raise UserError(
+            f"--speculate {config.speculate}: the null engine has no layer that predicts; ngram:K or suffix:K make "
+            "drafts from texts",
+            "speculate",
+        )
     defaults = EngineConfig()
     for setting in fields(config):
         value = getattr(config, setting.name)

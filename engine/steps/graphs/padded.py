@@ -42,7 +42,7 @@ class PaddedDecode:
 
     `scratch_block`: a KV block that belongs to no request, the last one. A step's results stay until the next one:
     `logits` in the activations' dtype, [M, V] or this rank's part of it; `greedy` int64 [M], each row's greedy token
-    or NOT_FINITE; `sampled`, the same, but always a token.
+    or NOT_FINITE; `sampled`, the same, but always a token; with `keep_hidden`, `hidden` [M, H].
     """
 
     def __init__(
@@ -54,11 +54,16 @@ class PaddedDecode:
         scratch_block: int,
         sampled: torch.Tensor,
         tracing: bool = False,
+        *,
+        keep_hidden: bool = False,
     ) -> None:
         self.model = model
         self.buckets = bucket_sizes(max_rows)
         self.inputs = PaddedInputs(max_rows, adapter_slots, scratch_block, model.device)
         self.logits = torch.full((max_rows, model.head.width), -torch.inf, dtype=model.dtype, device=model.device)
+        self.hidden: torch.Tensor | None = None
+        if keep_hidden:
+            self.hidden = torch.zeros(max_rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self._pairs = torch.zeros(max_rows, 2, device=model.device)  # what ranks exchange for `greedy`
         self.greedy = torch.zeros_like(sampled)
         self.sampled = sampled
@@ -132,7 +137,10 @@ class PaddedDecode:
         adapters = self._lora(step, bucket) if lora else None
         given = StepInput(ids, self._layout(step, bucket), adapters, bsz=i["bsz"], trace=trace)
         head, logits = self.model.head, self.logits[:bucket]
-        head.into(self._executor.forward(given).hidden, logits)
+        hidden = self._executor.forward(given).hidden
+        if self.hidden is not None:
+            self.hidden[:bucket].copy_(hidden)
+        head.into(hidden, logits)
         head.greedy(self.model.ops, logits, self._pairs, self.greedy, self.sampled)
         return trace
 

@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 
 from engine.architectures.config import ModelConfig
+from engine.architectures.names import AS_HERE
 from engine.architectures.registry import architecture_of
 from engine.errors import ModelFileError, shown
 from engine.files.json_file import read_json
 from engine.files.model_file import FileBytes, MadeBytes, ModelFile
 from engine.files.safetensors import SafetensorsFile, open_safetensors
-from engine.weights.checks import Found, refuse_extra, require, without_left_out
+from engine.weights.checks import Found, refuse_extra, require, with_mtp, without_left_out
 from engine.weights.gguf import split_gate_up
 from engine.weights.layout import HEAD, expert_shape, tensors
 from engine.weights.safetensors.interleaved import take_interleaved
@@ -34,9 +35,10 @@ _PROJECTIONS = ("gate", "up", "down")
 
 class SafetensorsSource(WeightSource):
     """Raises ModelFileError unless every tensor is there, readable and of the right shape. As in transformers, a
-    head that is stored is used even where the configuration says tied."""
+    head that is stored is used even where the configuration says tied. `mtp`: with the layer of multi-token
+    prediction; UserError if there is none."""
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, *, mtp: bool = False) -> None:
         self.folder = folder
         self._files: dict[str, SafetensorsFile] = {}  # tensor name -> its file
         for file in _open_files(folder):
@@ -46,6 +48,7 @@ class SafetensorsSource(WeightSource):
                         f"{file.path}: tensor {name} is also in {self._files[name].path.name}", "model"
                     )
                 self._files[name] = file
+        config = with_mtp(self._files, config, folder) if mtp else config
         names, self.left_out = without_left_out(self._files, config)
         read = {name: self._files[name] for name in names}
         experts = take_interleaved(read, config, folder)
@@ -99,11 +102,11 @@ class SafetensorsSource(WeightSource):
     @staticmethod
     def _renamed(stored: dict[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], dict[str, str]]:
         """The weights by their names here, and what each is called in the files."""
-        architecture = architecture_of(config)
+        architecture, own = architecture_of(config), AS_HERE if config.mtp is None else config.mtp.names
         weights: dict[str, Stored] = {}
         names: dict[str, str] = {}
         for name, held in stored.items():
-            canonical = architecture.canonical(name)
+            canonical = own.canonical(architecture.canonical(name))
             if canonical in weights:
                 raise ModelFileError(
                     f"{held.path}: tensors {name} and {names[canonical]} are one: leave one of them out", "model"
