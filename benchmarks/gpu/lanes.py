@@ -108,7 +108,6 @@ def main() -> None:
             str(BUSY_STREAMS + ARRIVING),
             "--pack-cache",
             "off",
-            "--no-prefix-caching",
             *args.serve,
         ]
         for lane in args.lanes:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtests.simulate.cost import MEASURED, fitted, measured_steps
+from loadtests.simulate.cost import MEASURED, LaneCost, fitted, measured_steps
 from loadtests.simulate.report import Limits, summary
 from loadtests.simulate.run import Simulation
 from loadtests.simulate.traces import TRACES
@@ -40,6 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a step at most (default: 512)")
     parser.add_argument("--mixed-chunk", type=int, help="prefill tokens beside decode rows at most")
     parser.add_argument("--itl-target-ms", type=float)
+    parser.add_argument(
+        "--lane-tokens", type=int, help="a lane of long prompts, for prompts of so many tokens together (default: none)"
+    )
+    parser.add_argument("--lane-chunk", type=int, default=32768, help="tokens of a step there at most (default: 32768)")
+    parser.add_argument("--lane-pass-ms", type=float, default=1100.0, help="of a step there at least (default: 1100)")
+    parser.add_argument("--lane-token-us", type=float, default=40.0, help="of a token there (default: 40)")
+    parser.add_argument(
+        "--lane-slower", type=float, default=1.6, help="how much longer other steps take meanwhile (default: 1.6)"
+    )
     parser.add_argument("--adapter-slots", type=int, default=8)
     parser.add_argument("--overtake-s", type=float, default=15.0)
     parser.add_argument("--slot-patience-s", type=float, default=4.0)
@@ -50,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.seconds <= 0 or args.rate <= 0 or args.load_ms < 0 or args.state_tokens < 0:
         parser.error("--seconds and --rate must be above 0, --load-ms and --state-tokens at least 0")
+    if args.lane_pass_ms <= 0 or args.lane_token_us < 0 or args.lane_slower < 1:
+        parser.error("--lane-pass-ms must be above 0, --lane-token-us at least 0, --lane-slower at least 1")
     share = 1.0 if args.snapshot_share is None else args.snapshot_share
     if not 0 <= share <= 1:
         parser.error("--snapshot-share must be 0 to 1")
@@ -69,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             prefix_caching=not args.no_prefix_caching,
             itl_target_s=None if args.itl_target_ms is None else args.itl_target_ms / 1000,
             mixed_chunk=args.mixed_chunk,
+            lane_tokens=args.lane_tokens,
+            lane_budget=None if args.lane_tokens is None else args.lane_chunk,
             overtake_s=args.overtake_s,
             slot_patience_s=args.slot_patience_s,
             num_states=args.max_num_seqs if snapshot_blocks else 0,
@@ -78,7 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, KeyError) as error:
         parser.error(str(error))
     began = time.perf_counter()
-    outcome = Simulation(config, cost, args.load_ms / 1000).run(TRACES[args.trace](args.seed, args.seconds, args.rate))
+    lane = None
+    if args.lane_tokens is not None:
+        lane = LaneCost(args.lane_pass_ms / 1e3, args.lane_token_us / 1e6, args.lane_slower)
+    simulation = Simulation(config, cost, args.load_ms / 1000, lane)
+    outcome = simulation.run(TRACES[args.trace](args.seed, args.seconds, args.rate))
     found = summary(outcome, Limits(args.ttft_limit_ms / 1000, args.itl_limit_ms / 1000))
     print(json.dumps(found, indent=1))
     print(f"{outcome.seconds:.0f} s of traffic in {time.perf_counter() - began:.1f} s", file=sys.stderr)

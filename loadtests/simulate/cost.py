@@ -58,6 +58,20 @@ class StepCost:
         return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
 
 
+@dataclass(frozen=True)
+class LaneCost:
+    """Of steps of long prompts, which other parts of the machine compute beside the others: all experts are brought
+    there (`pass_s`) while a layer's are computed with (`token_s` a token); steps of the others meanwhile take `slower`
+    times as long, since both read the same memory."""
+
+    pass_s: float
+    token_s: float
+    slower: float
+
+    def seconds(self, plan: StepPlan) -> float:
+        return max(self.pass_s, self.token_s * plan.num_tokens)
+
+
 def fitted(samples: Sequence[Sample]) -> StepCost:
     """Least squares of relative errors with no coefficient below 0. ValueError for fewer than four samples."""
     if len(samples) < 4:

@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from loadtests.simulate.cost import StepCost
+from loadtests.simulate.cost import LaneCost, StepCost
 from loadtests.simulate.fairness import Gap
 from loadtests.simulate.traces import Trace
 from scheduler.config import SchedulerConfig
@@ -59,11 +59,17 @@ class Outcome:
 
 
 class Simulation:
-    """`load_s`: an adapter's way into a slot, with steps going on meanwhile."""
+    """`load_s`: an adapter's way into a slot, with steps going on meanwhile. `lane`: what steps of long prompts take,
+    if `config` has a lane of them."""
 
-    def __init__(self, config: SchedulerConfig, cost: StepCost, load_s: float = 0.05) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cost: StepCost, load_s: float = 0.05, lane: LaneCost | None = None
+    ) -> None:
+        if (lane is None) is not (config.lane_tokens is None):
+            raise ValueError("lane_tokens and what steps of that lane take: both, or neither")
         self._scheduler = Scheduler(config)
-        self._cost, self._load_s = cost, load_s
+        self._cost, self._load_s, self._lane = cost, load_s, lane
+        self._prompts: tuple[StepPlan, float, float] | None = None  # in that lane: its begin and end
         self._now = 0.0
         self._arrivals: list[tuple[float, int, int]] = []  # time, conversation, turn
         self._loads: list[tuple[float, int]] = []  # time, slot
@@ -96,6 +102,7 @@ class Simulation:
         """Steps until then, or until nothing is left; the last may end later. RuntimeError as `run`."""
         while self._now < until_s and (self._arrivals or self._scheduler.has_work()):
             self._let_in()
+            self._tend_lane()
             plan = self._scheduler.schedule(self._now)
             for load in self._scheduler.slot_loads():
                 heappush(self._loads, (self._now + self._load_s, load.slot))
@@ -126,6 +133,7 @@ class Simulation:
     def _skip(self, until_s: float) -> None:
         """To the next thing that happens by itself, not beyond `until_s`."""
         soonest = [heap[0][0] for heap in (self._arrivals, self._loads) if heap]
+        soonest += [self._prompts[2]] if self._prompts else []
         if not soonest:
             raise RuntimeError(f"{self._scheduler.num_waiting} requests wait and nothing can run")
         self._now = max(self._now, min(*soonest, until_s))
@@ -162,13 +170,30 @@ class Simulation:
         self._gap.look(self._scheduler)
         self._count_uses(plan)
         seconds = self._cost.seconds(plan)
+        if self._lane is not None and self._prompts is not None:  # as long as both are computed
+            left = self._prompts[2] - self._now
+            seconds = min(seconds * self._lane.slower, seconds + left * (1 - 1 / self._lane.slower))
         self._now += seconds
+        self._commit(plan, seconds, self._now)
+
+    def _tend_lane(self) -> None:
+        """Commit its step that has ended by now, and begin the next."""
+        if self._prompts is not None and self._prompts[2] <= self._now:
+            (plan, began_s, ended_s), self._prompts = self._prompts, None
+            self._commit(plan, ended_s - began_s, ended_s)
+        if self._lane is not None and (begun := self._scheduler.schedule_prompts(self._now)) is not None:
+            self._steps += 1
+            self._gap.look(self._scheduler)
+            self._count_uses(begun)
+            self._prompts = begun, self._now, self._now + self._lane.seconds(begun)
+
+    def _commit(self, plan: StepPlan, seconds: float, ended_s: float) -> None:
         tokens = [[_word(row)] if row.samples else [] for row in plan.rows]
         events = self._scheduler.commit(plan, tokens, self._now)
         self._scheduler.observe(plan, seconds, round(self._cost.experts(plan.num_tokens)))
         for event in events:
             seen = self._seen[event.request.request_id]
-            seen.token_s += [self._now] * len(event.tokens)
+            seen.token_s += [ended_s] * len(event.tokens)
             if event.kind is EventKind.FINISHED:
                 self._answered(event.request)
 
