@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.gqa import GroupedQuery
 from engine.attention.flashinfer import PREFILL_PLAN_BYTES, WORKSPACE_BYTES
-from engine.config import EngineConfig
+from engine.config import GPU_BATCHED_TOKENS, EngineConfig
 from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import Sizes
 from engine.memory.costs import buffer_row_bytes
@@ -33,13 +33,26 @@ def lane_blocker(config: EngineConfig, placement: Placement, model: ModelConfig)
     return None
 
 
+def tokens_beside(config: EngineConfig, budget: int) -> int:
+    """Of a step beside one of long prompts, at most."""
+    return min(budget, max(GPU_BATCHED_TOKENS, config.max_num_seqs))
+
+
 def lane_items(
-    config: EngineConfig, placement: Placement, model: ModelConfig, gpu: str, rows: int, element: int, expert_bytes: int
+    config: EngineConfig,
+    placement: Placement,
+    model: ModelConfig,
+    gpu: str,
+    budget: int,
+    element: int,
+    expert_bytes: int,
 ) -> Iterator[Item]:
-    """What a step of `rows` tokens takes beside one of long prompts. `element`: bytes of an activation; `expert_bytes`:
-    of the largest expert on the GPU."""
+    """What a step takes beside one of long prompts, which has the token budget. `element`: bytes of an activation;
+    `expert_bytes`: of the largest expert on the GPU."""
+    rows = tokens_beside(config, budget)
     step = rows * buffer_row_bytes(model)
-    yield Item(gpu, Kind.STEP, f"step beside long prompts, {rows} tokens", step, step)
+    grows = step if rows == budget else 0
+    yield Item(gpu, Kind.STEP, f"step beside long prompts, {rows} tokens", step, grows)
     if placement.used(".self_attn") == ["flashinfer"]:
         yield Item(gpu, Kind.OTHER, "attention workspace of long prompts", WORKSPACE_BYTES + PREFILL_PLAN_BYTES)
     if "hybrid" in placement.used(".mlp.experts"):

@@ -47,7 +47,7 @@ from engine.planning.gpu_memory import (
     hot_expert_bytes,
 )
 from engine.planning.kv_disk import KvDiskPlan, plan_kv_disk
-from engine.planning.lane import lane_blocker, lane_items
+from engine.planning.lane import lane_blocker, lane_items, tokens_beside
 from engine.planning.placement import Placement, check_training, choose, find_machine, kt_method, native_limits
 from engine.planning.precision import Precision, choose_precision
 from engine.planning.ranks import divide, rank_lines, ranks_cpu, ranks_gpu, ranks_threads
@@ -89,7 +89,7 @@ class EnginePlan:
         """Tokens of a step at most, and of one of long prompts beside it (None: there is none)."""
         if self.lane_blocker is not None:
             return self.token_budget, None
-        return min(self.token_budget, max(GPU_BATCHED_TOKENS, self.config.max_num_seqs)), self.token_budget
+        return tokens_beside(self.config, self.token_budget), self.token_budget
 
     @property
     def max_model_len(self) -> int:
@@ -299,8 +299,7 @@ def _plan(
         )  # fmt: skip
         if lane_blocker(config, placement, source.config) is None:
             largest = _expert_bytes(config, source, placement, precision)
-            beside = min(token_budget, max(GPU_BATCHED_TOKENS, config.max_num_seqs))
-            extra += lane_items(config, placement, source.config, inputs.gpu.name, beside, element, largest)
+            extra += lane_items(config, placement, source.config, inputs.gpu.name, token_budget, element, largest)
         if "gpu" in placement.used("_proj") and tiled_projections(inputs):
             extra.append(Item(inputs.gpu.name, Kind.STEP, "projections as numbers, long chunks", TABLE_BYTES))
         if disk is not None:
