@@ -25,7 +25,8 @@ MACHINE = Machine(gpu=True, native=True, flashinfer=True, gpu_count=1)
 LONG, SHORTER = STREAMED_BATCHED_TOKENS
 GIB = 1 << 30
 SHARE = 8  # steps longer than usual may take the eighth part of what is free
-BARE: dict[str, Any] = {"max_adapter_slots": 0, "cuda_graphs": "off"}  # what is fixed takes little
+# what is fixed takes little
+BARE: dict[str, Any] = {"prompt_lane": "off", "max_adapter_slots": 0, "cuda_graphs": "off"}
 
 
 @pytest.fixture(scope="module")
