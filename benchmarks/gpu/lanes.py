@@ -103,13 +103,7 @@ def main() -> None:
             if args.prompt + 64 > QWEN3_30B_A3B["max_position_embeddings"]:
                 changes["max_position_embeddings"] = args.prompt + 64
             model = write_folder(model or Path(temporary) / "model", changes)
-        flags = [
-            "--max-num-seqs",
-            str(BUSY_STREAMS + ARRIVING),
-            "--pack-cache",
-            "off",
-            *args.serve,
-        ]
+        flags = ["--max-num-seqs", str(BUSY_STREAMS + ARRIVING), "--pack-cache", "off", *args.serve]
         for lane in args.lanes:
             results[lane] = measure(model, [*flags, "--prompt-lane", lane], args.prompt, args.repeats)
             for what in ("alone", "beside", "arriving"):

@@ -94,10 +94,10 @@ class CacheBackend(ABC):
         EngineError if it is elsewhere."""
         raise EngineError(f"{type(self).__name__} holds what it keeps outside a GPU's memory")
 
-    def beside(self) -> CacheBackend | None:
+    def beside(self) -> CacheBackend:
         """Another of the same cache, for steps of prompts that are computed at the same time on another thread and
-        stream; None where there is none."""
-        return None
+        stream. EngineError where one step at a time is computed."""
+        raise EngineError(f"{type(self).__name__} computes one step at a time")
 
     @property
     @abstractmethod

@@ -10,7 +10,8 @@ a capability, never for a class, and offers to the outside what still holds thro
     hybrid   GpuParts (engine/experts/gpu/parts.py), HotExperts, ExpertCounters of the CPU's part, ExpertPlaces,
              PackedWeights, NativeKernels      of all experts
     gpu      ExpertPlaces
-    streamed ExpertCounters, ExpertPlaces, PackedWeights, NativeKernels of the backend within
+    streamed ExpertCounters, ExpertPlaces, PackedWeights, NativeKernels of the backend within;
+             StreamedPrompts (engine/experts/streamed/streaming.py), where long prompts have a lane
 
 All of them, `reference` and, on a CPU, `kt` offer TouchedExperts.
 """

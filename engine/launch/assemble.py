@@ -193,8 +193,6 @@ def make_lane(plan: EnginePlan, runner: ModelRunner) -> PromptLane | None:
         return None
     experts = needed(runner.model.expert_backends[0], StreamedPrompts)
     model = model_beside(runner.model, experts, plan.token_budget)
-    if model is None:
-        return None
     config = plan.config
     beside = ModelRunner(model, runner.device, config.seed, bool(config.profile_dir), max_rows=config.max_num_seqs)
     return PromptLane(beside, runner)

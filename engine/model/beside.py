@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import AttentionBackend, CacheBackend
+from engine.errors import EngineError
 from engine.experts.base import ExpertBackend, ExpertBuffers
 from engine.model.attention import GroupedQueryAttention
 from engine.model.causal_lm import CausalLM
@@ -12,15 +13,10 @@ from engine.model.layer import Layer
 from engine.model.mlp import SparseMlp
 
 
-def model_beside(model: CausalLM, experts: ExpertBackend, max_rows: int) -> CausalLM | None:
-    """Whose routed experts are `experts`, for steps of up to `max_rows` rows; adapters are set on `model` alone. None
-    where its attention is for one step at a time."""
-    twins: dict[int, AttentionBackend] = {}
-    for backend in model.attention_backends:
-        twin = backend.beside()
-        if not isinstance(twin, AttentionBackend):
-            return None
-        twins[id(backend)] = twin
+def model_beside(model: CausalLM, experts: ExpertBackend, max_rows: int) -> CausalLM:
+    """Whose routed experts are `experts`, for steps of up to `max_rows` rows; adapters are set on `model` alone.
+    EngineError where its attention is for one step at a time."""
+    twins = {id(backend): _beside(backend) for backend in model.attention_backends}
     config = model.config
     buffers = ExpertBuffers.allocate(
         max_rows,
@@ -30,24 +26,28 @@ def model_beside(model: CausalLM, experts: ExpertBackend, max_rows: int) -> Caus
         device=model.device if experts.buffers_on == "cuda" else None,
     )
 
-    def beside(layer: Layer) -> Layer | None:
+    def beside(layer: Layer) -> Layer:
         attention, mlp = layer.attention, layer.mlp
         if not isinstance(attention, GroupedQueryAttention):
-            return None
+            raise EngineError(f"layer {layer.index}: {type(attention).__name__} computes one step at a time")
         if isinstance(mlp, SparseMlp):
             mlp = replace(mlp, backend=experts, task=experts.bind(layer.index, buffers))
         return replace(layer, attention=replace(attention, backend=twins[id(attention.backend)]), mlp=mlp)
 
-    layers = [made for layer in model.layers if (made := beside(layer)) is not None]
-    if len(layers) < len(model.layers):
-        return None
     return CausalLM(
         config,
         model.ops.beside(),
         model.embedding,
-        layers,
+        [beside(layer) for layer in model.layers],
         model.final_norm,
         model.lm_head,
         model.linears,
         model.group,
     )
+
+
+def _beside(backend: CacheBackend) -> AttentionBackend:
+    other = backend.beside()
+    if not isinstance(other, AttentionBackend):
+        raise EngineError(f"{type(backend).__name__} computes no attention over keys and values")
+    return other

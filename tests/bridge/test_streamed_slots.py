@@ -20,14 +20,19 @@ LAYERS = 2
 CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, num_hidden_layers=LAYERS)
 
 
-def test_the_first_copies_wait_for_the_tables_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a layer's first copy waits for is recorded behind the zeros of the tables that it fills."""
+def loaded() -> StreamedExperts:
     cpu = torch.device("cpu")
     pool: Any = _native.WorkerPool([[0, 1]])
     bridge = HostBridge(NativeExperts(CONFIG, F32, pool), CONFIG, cpu)
     streamed = StreamedExperts(bridge, CONFIG, F32, cpu, max_rows=8, max_slots=4, max_rank=16, threshold=4)
     for layer in range(LAYERS):
         streamed.load_layer(layer, Layer("F32").store)
+    return streamed
+
+
+def test_the_first_copies_wait_for_the_tables_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer's first copy waits for is recorded behind the zeros of the tables that it fills."""
+    streamed = loaded()
     there: list[int] = []
     prepare = LayerStream.prepare
 
@@ -43,12 +48,7 @@ def test_the_first_copies_wait_for_the_tables_to_be_there(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("slots", "copied"), [({3}, {3}), (set(), set()), (None, {1, 3}), ({1, 2}, {1})], ids=str)
 def test_only_the_slots_of_the_step(slots: set[int] | None, copied: set[int]) -> None:
-    cpu = torch.device("cpu")
-    pool: Any = _native.WorkerPool([[0, 1]])
-    bridge = HostBridge(NativeExperts(CONFIG, F32, pool), CONFIG, cpu)
-    streamed = StreamedExperts(bridge, CONFIG, F32, cpu, max_rows=8, max_slots=4, max_rank=16, threshold=4)
-    for layer in range(LAYERS):
-        streamed.load_layer(layer, Layer("F32").store)
+    streamed = loaded()
     for slot in (1, 3):
         streamed.set_adapter(slot, dict.fromkeys(range(LAYERS), lora(4, slot, F32)))
     streamed.bind(0, ExpertBuffers.allocate(8, K, H, F32))

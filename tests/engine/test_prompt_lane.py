@@ -59,7 +59,6 @@ def with_lanes(patch: pytest.MonkeyPatch) -> list[SlowExperts]:
             experts.load_layer(layer, plan.source.experts(layer))
         made.append(experts)
         model = model_beside(runner.model, experts, plan.token_budget)
-        assert model is not None
         return PromptLane(
             ModelRunner(model, runner.device, plan.config.seed, max_rows=plan.config.max_num_seqs), runner
         )
