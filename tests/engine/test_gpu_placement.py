@@ -385,3 +385,16 @@ def test_running_streams_are_kept_in_step_beside_long_chunks(planned):
     asked = pace(planned(expert_backend="gpu", itl_target_ms=40))
     assert asked["itl_target_s"] == 0.04 and "itl_decode_steps" not in asked
     assert pace(planned(machine=Machine(native=True))) == {"itl_target_s": None}
+
+
+def test_why_long_prompts_have_no_lane(planned):
+    """One backend has all experts that are streamed; otherwise the start says why there is no lane."""
+    plan = planned(expert_backend="native")
+    assert plan.lane_blocker is None and plan.budgets[1] == plan.token_budget
+    choices = dict(plan.placement.choices)
+    name = next(name for name in choices if name.endswith(".mlp.experts"))
+    choices[name] = replace(choices[name], backend="hybrid")
+    mixed = replace(plan, placement=replace(plan.placement, choices=choices))
+    assert mixed.lane_blocker == "experts are on several backends by their rules"
+    assert planned(expert_backend="native", prompt_lane="off").lane_blocker == ""
+    assert planned(expert_backend="gpu").budgets[1] is None
