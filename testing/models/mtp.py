@@ -79,7 +79,8 @@ class TorchMtp(nn.Module):
         mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
         parts = self.enorm(model.embed_tokens(ids)), self.hnorm(hidden)
         x = self.eh_proj(torch.cat(parts, -1))[None]
-        rotation = model.rotary_emb(x, positions)
+        sections = hasattr(model.rotary_emb, "mrope_section")  # a position each in time, height and width
+        rotation = model.rotary_emb(x, positions.expand(3, 1, -1) if sections else positions)
         x = self.block(x, attention_mask=mask, position_ids=positions, position_embeddings=rotation)
         out: torch.Tensor = self.norm(x)[0]
         return out
