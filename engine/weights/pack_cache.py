@@ -7,8 +7,9 @@ The header names the layout's version, the weights' shape and formats, a hash of
 follows. A file that differs in anything is rebuilt, never trusted; it is replaced in one step (rename). Nothing is
 ever deleted: folders of other models, or of this one before its files changed, are named in a note.
 
-Where a CPU computes and all its memory is one node's, files are mapped, so that a second start takes no time to copy
-them: they are copied to huge pages, from which they are read faster, once the model is loaded. A lease of the kernel's
+Where a CPU computes and all its memory is one node's, files are mapped, those too that were just written, so that a
+start takes no time to find huge pages: they are copied to such, from which they are read faster, once the model is
+loaded. A lease of the kernel's
 holds up whoever would write to a mapped file until then (native/src/runtime/mapped_file.hpp); where there are no leases
 files are copied at once.
 """
@@ -161,9 +162,10 @@ class PackCache:
         self._outdated = self._outdated or not every
         return False
 
-    def write(self, key: PackKey, packed: Any, pool: _native.WorkerPool) -> None:
+    def write(self, key: PackKey, packed: Any, pool: _native.WorkerPool) -> bool:
+        """Whether it was written."""
         if not self._writes:
-            return
+            return False
         path = self.path(key.name)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
@@ -172,17 +174,20 @@ class PackCache:
                 checksum = packed.write(pool, file.fileno(), HEADER_BYTES)
                 file.write(key.header(checksum))
             partial.replace(path)
+            return True
         except (OSError, RuntimeError) as error:
             self._writes = False
             note = f"packed weights are not cached in {self.folder}: {error}; the next start packs them again"
             self.notes.append(f"{note} (--pack-cache names another folder, or off)")
             log.warning("%s", note)
+            return False
         finally:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
 
     def load(self, key: PackKey, make: Callable[[], Any], pack: Callable[[Any], None], pool: _native.WorkerPool) -> Any:
-        """Something made by `make`, filled from the cache or by `pack` (and then cached)."""
+        """Something made by `make`, filled from the cache or by `pack` (and then cached, and mapped as it will be the
+        next time)."""
         made = make()
         if self.read(key, made, pool):
             self._read += made.num_bytes
@@ -190,8 +195,10 @@ class PackCache:
         made = make()  # a bad file may have left anything in the first, padding included
         pack(made)
         self._packed += made.num_bytes
-        self.write(key, made, pool)
-        return made
+        if not self.write(key, made, pool) or self._mapped is None:
+            return made
+        written = make()
+        return written if self.read(key, written, pool) else made
 
     def own(self) -> None:
         """Begins to copy what is mapped, which takes a share of memory's rate for some seconds."""

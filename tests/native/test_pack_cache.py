@@ -122,15 +122,15 @@ def test_no_damage_goes_unseen(pool: Any, tmp_path: Path, caplog: pytest.LogCapt
 
 
 class Mapped:
-    """Experts of one layer whose packed file is mapped."""
+    """Experts of one layer whose packed file is mapped. `first`: by the start that packs them."""
 
-    def __init__(self, pool: Any, folder: Path, type: str = "Q4_0") -> None:
+    def __init__(self, pool: Any, folder: Path, type: str = "Q4_0", *, first: bool = False) -> None:
         layer = Layer(type)
-        self.expected = load(pool, layer, folder)
-        self.path = packed(folder)
+        self.expected = load(pool, layer, None if first else folder)
         self.files = _native.MappedFiles()
         self.experts = NativeExperts(SIZES, BF16, pool, cache=PackCache(folder, mapped=self.files))
         self.experts.load_layer(0, layer.store)
+        self.path = packed(folder)
         self.task = self.experts.bind(0, batch(4, BF16))
 
     def check(self) -> None:
@@ -143,8 +143,9 @@ class Mapped:
         return "\n".join(line for line in maps if str(self.path) in line)
 
 
-def test_a_mapped_file_is_not_copied(pool: Any, tmp_path: Path) -> None:
-    mapped = Mapped(pool, tmp_path)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mapped_file_is_not_copied(pool: Any, tmp_path: Path, first: bool) -> None:
+    mapped = Mapped(pool, tmp_path, first=first)
     assert "r--s" in mapped.lines
     mapped.check()
     mapped.path.unlink()  # what is mapped stays
@@ -174,6 +175,26 @@ def test_whoever_changes_a_mapped_file_waits_until_it_was_copied(
     for _ in range(3):
         mapped.check()
     assert f"opens {mapped.path} for writing: its weights were copied" in capfd.readouterr().err
+
+
+def test_what_was_packed_is_kept_where_its_file_cannot_be_read_back(
+    pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = PackCache.write
+
+    def damaged(self: PackCache, key: Any, *about: Any) -> bool:
+        done = written(self, key, *about)
+        with self.path(key.name).open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)[0]
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+        return done
+
+    monkeypatch.setattr(PackCache, "write", damaged)
+    mapped = Mapped(pool, tmp_path, first=True)
+    assert "its checksum" in caplog.text and not mapped.lines
+    mapped.check()
 
 
 def test_a_file_that_is_open_for_writing_is_copied(
