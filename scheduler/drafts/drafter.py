@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from scheduler.drafts.chances import Chances
@@ -31,25 +33,48 @@ class _Rest(NamedTuple):
 
 _NO_REST = _Rest(0, 0)
 MOST_REST = 16  # tokens
+LOOK_UPS, LOOK_UPS_MOST = 0.01, 2.0  # of the steps' time for look-ups that save nothing; saved up, at most, in steps
 LIKELY = 0.5  # drafts of such a chance are looked at in each step, for they may soon pay, if they cost but a look-up
 
 
 class Drafter:
-    """`num_drafts`: of a row, at most. `always`: a step checks all that are proposed, whatever they cost."""
+    """`num_drafts`: of a row, at most. `always`: a step checks all that are proposed, whatever they cost. `clock`: of
+    this thread's time in seconds, in which look-ups are measured."""
 
-    def __init__(self, proposer: Proposer, num_drafts: int, *, always: bool = False) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        num_drafts: int,
+        *,
+        always: bool = False,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._proposer = proposer
         self._num_drafts = num_drafts
         self._costly = isinstance(proposer, Predicted)  # the model computes what it proposes
         self._gain = None if always else Gain()
         self._chances = Chances()
         self._rests: dict[Request, _Rest] = {}
+        self._clock = clock
+        self._time_left: float | None = None  # for look-ups, in seconds; None: before the first step
+
+    @property
+    def rests(self) -> bool:
+        """Whether look-ups have taken more than their share of the steps' time and what their drafts have saved."""
+        return self._gain is not None and self._time_left is not None and self._time_left < 0
 
     def drafts(self, places: Sequence[Place], rows: int, *, mixed: bool) -> list[Sequence[int]]:
         """Of each place, for a step in which `rows` rows decode; `mixed`: beside prefill. A look-up costs time that a
         small model's step cannot spare: requests whose drafts are seldom right and not checked are looked at less."""
         if self._gain is None:
             return [self._proposer.propose(request, min(most, self._num_drafts)).tokens for request, most in places]
+        began = self._clock()
+        chosen = self._choose(self._gain, places, rows, mixed)
+        if self._time_left is not None:
+            self._time_left -= self._clock() - began
+        return chosen
+
+    def _choose(self, gain: Gain, places: Sequence[Place], rows: int, mixed: bool) -> list[Sequence[int]]:
         chosen: list[Sequence[int]] = [()] * len(places)
         due = [i for i, (request, _) in enumerate(places) if len(request.output) >= self._rest(request).until]
         if not due:
@@ -60,7 +85,7 @@ class Drafter:
             self._chances.watch(request, proposal)
             proposals.append(proposal.tokens)
             offers.append(Offer(len(proposal.tokens), self._chances.of(request, proposal.matched)))
-        counts = self._gain.choose(offers, rows, mixed=mixed)
+        counts = gain.choose(offers, rows, mixed=mixed)
         for i, tokens, offer, count in zip(due, proposals, offers, counts, strict=True):
             request = places[i].request
             likely = offer.drafts > 0 and offer.chance >= LIKELY
@@ -85,8 +110,13 @@ class Drafter:
 
     def observe(self, plan: StepPlan, tokens: int, seconds: float) -> None:
         """How long a step took, and how many tokens came of it."""
-        if self._gain is not None and all(row.is_decode and row.samples for row in plan.rows):
-            self._gain.observe(len(plan.rows), plan.num_tokens - len(plan.rows), tokens, seconds)
+        if self._gain is None or not 0 < seconds < math.inf:
+            return
+        most, saved = LOOK_UPS_MOST * seconds, 0.0
+        if all(row.is_decode and row.samples for row in plan.rows):
+            saved = self._gain.observe(len(plan.rows), plan.num_tokens - len(plan.rows), tokens, seconds)
+        left = most if self._time_left is None else self._time_left
+        self._time_left = min(most, left + LOOK_UPS * seconds + max(0.0, saved))
 
     def end(self, request: Request) -> None:
         """The request has ended."""

@@ -80,10 +80,9 @@ class Gain:
                     best, rate = counts, reached
         return best
 
-    def observe(self, rows: int, drafts: int, tokens: int, seconds: float) -> None:
-        """A step of decode rows alone took so long, and so many tokens came of it."""
-        if not 0 < seconds < math.inf:
-            return
+    def observe(self, rows: int, drafts: int, tokens: int, seconds: float) -> float:
+        """A step of decode rows alone took so long, and so many tokens came of it. Returns the seconds that its drafts
+        saved; less than 0: lost."""
         self._steps += 1
         self._lost = max(-CREDIT, self._lost - SHARE)
         plain = self._plain.get(rows)
@@ -94,9 +93,9 @@ class Gain:
                 # steps grow with their contexts: after a pause the new one counts for more
                 plain.seconds = _mean(plain.seconds, seconds, 0.5 if plain.age else WEIGHT)
                 plain.age = 0
-            return
+            return 0.0
         if plain is None:
-            return
+            return 0.0
         plain.age += 1
         self._lost = max(-CREDIT, self._lost + min(seconds / plain.seconds, MOST_LOST) - tokens / rows)
         cost = max(0.0, seconds / plain.seconds - 1)
@@ -104,6 +103,7 @@ class Gain:
         if (known := sizes.get(_size(drafts))) is not None:
             cost = _mean(1 + known.cost * drafts / known.drafts, 1 + cost, WEIGHT) - 1
         sizes[_size(drafts)] = _Extra(drafts, cost, self._steps)
+        return tokens / rows * plain.seconds - seconds
 
     def _cost(self, rows: int, drafts: int) -> float:
         """What so many drafts are expected to add to a step of so many rows, as a share of it. Between what was
