@@ -125,15 +125,18 @@ def _plain(tiles: Tiles) -> dict[str, Any]:
     return {"num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
+def choices_alone(layout: ExpertLayout, tiles: Tiles, dtype: torch.dtype) -> bool:
+    """Whether so few rows of quantised experts, without adapters, are computed choice by choice."""
+    return dtype in INTEGERS and tiles.each <= CHOICE_ROWS and not any(matrix.plain for matrix in layout.matrices)
+
+
 def choice_products(
     layout: ExpertLayout | None, expert_slots: torch.Tensor, tiles: Tiles, dtype: torch.dtype, sizes: Sizes
 ) -> tuple[Product, Product] | None:
     """Gate and up, and down with the sum of a row's choices, of few rows without adapters; None for other steps."""
     if layout is None or layout.plain:
         return _plain_choice_products(expert_slots.view(dtype), sizes) if tiles.each <= PLAIN_CHOICE_ROWS else None
-    if dtype not in INTEGERS or tiles.each > CHOICE_ROWS:
-        return None
-    if any(matrix.plain or matrix.e4m3 for matrix in layout.matrices):
+    if not choices_alone(layout, tiles, dtype) or any(matrix.e4m3 for matrix in layout.matrices):
         return None
     from engine.experts.gpu import row_kernels as kernels
     from engine.weights.tiled.dots import tiles_at_once
