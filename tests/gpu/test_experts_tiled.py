@@ -40,6 +40,7 @@ def test_right_with_and_without_adapters(
     for name in ("VECTOR_ROWS", "BYTE_VECTOR_ROWS"):
         monkeypatch.setattr(products, name, 2 if rows == 2 else 0)
     monkeypatch.setattr(products, "CHOICE_ROWS", 0)
+    monkeypatch.setattr(products, "CUDA_CHOICE_ROWS", 0)
     _check(Layer(*kinds), rows, kernel_device, INTEGER_BOUND if GPU and rows == 2 else BOUND)
 
 
@@ -51,6 +52,7 @@ def test_long_chunks_of_weights_made_plain(
 ) -> None:
     """Three experts at a time, of down more."""
     monkeypatch.setattr(products, "CHOICE_ROWS", 0)
+    monkeypatch.setattr(products, "CUDA_CHOICE_ROWS", 0)
     monkeypatch.setattr(widened, "ROWS", 0)
     monkeypatch.setattr(widened, "SCRATCH_BYTES", 3 * 2 * H * I * DTYPE.itemsize)
     assert widened.at_a_time(SIZES, 2, DTYPE.itemsize) < E
@@ -87,6 +89,7 @@ def test_single_choices(
     monkeypatch.setattr(few_rows, "HOPPER", few_rows.HOPPER if hopper else (99, 0))
     monkeypatch.setattr(products, "INTEGERS", (DTYPE,))
     monkeypatch.setattr(products, "CHOICE_ROWS", 4)
+    monkeypatch.setattr(products, "CUDA_CHOICE_ROWS", 4)
     layer, here = Layer(*kinds), [1, 2, 5, 7]
     experts = GpuCompute(SIZES, DTYPE, kernel_device, max_rows=4, max_rank=20, max_slots=7)
     table, slots, _keep = tables(layer, {}, DTYPE, here, kernel_device)

@@ -209,7 +209,7 @@ class GpuCompute:
         )
 
     def _few_rows_kernels(self, layer: LayerTables, tiles: Tiles) -> tuple[Kernel, Kernel] | None:
-        if layer.layout is None or not choices_alone(layer.layout, tiles, self.dtype):
+        if layer.layout is None or not choices_alone(layer.layout, tiles, self.dtype, cuda=True):
             return None
         slot_bytes = layer.expert_slots.stride(0) * layer.expert_slots.element_size()
         return self._few_rows.kernels(layer.layout, layer.elementwise, slot_bytes)

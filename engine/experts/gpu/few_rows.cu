@@ -31,10 +31,10 @@ struct Matrix {
   static constexpr long long CODES_LOW = CODES_LOW_, CODES_HIGH = CODES_HIGH_;
   static constexpr bool E4M3 = D_BYTES == 4, CODED = CODES_HIGH != 0;
   static constexpr int TILE = SUB * SUBS;
-  static constexpr int LINES = TILE * LOW / 256;  // of a tile
-  static constexpr int RUNS = 8 / LOW;            // of a line
+  static constexpr int LINES = TILE * LOW / 256;     // of a tile
+  static constexpr int RUNS = 8 / LOW;               // of a line
   static constexpr int PARTS = GROUP == 16 ? 2 : 1;  // groups of a run
-  static constexpr int COUNT = K * LOW / 256;     // lines of a row
+  static constexpr int COUNT = K * LOW / 256;        // lines of a row
   static constexpr bool SHIFTED = BIAS > 0 || MINIMA > 0;
   static_assert(K == PADDED && SUB == 32, "whole tiles of runs of 32 values");
   static_assert(GROUP == 16 || GROUP % 32 == 0, "groups of half a run, or of whole ones");
@@ -65,7 +65,9 @@ struct Tile {
 
 // ---- memory ----
 
-INLINE uint shared_address(const void* at) { return (uint)__cvta_generic_to_shared(at); }
+INLINE uint shared_address(const void* at) {
+  return (uint)__cvta_generic_to_shared(at);
+}
 
 INLINE void barrier_init(uint barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;" ::"r"(barrier) : "memory");
@@ -78,19 +80,17 @@ INLINE void barrier_expect(uint barrier, int bytes) {
 INLINE void barrier_wait(uint barrier) {
   uint done = 0;
   while (!done)
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier)
-        : "memory");
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(barrier)
+                 : "memory");
 }
 
 INLINE void bulk_copy(char* to, const char* from, int bytes, uint barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(to)),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 template <int BYTES>
@@ -102,12 +102,18 @@ INLINE void async_copy(char* to, const char* from) {
                  : "memory");
 }
 
-INLINE void async_copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+INLINE void async_copies_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
 // The kernel before this one in the stream has ended, and what it wrote is visible.
-INLINE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+INLINE void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
-INLINE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+INLINE void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 // Past the L1 cache: a kernel that starts early must not find what was there before.
 INLINE uint4 load_fresh(const void* at) {
@@ -194,7 +200,9 @@ INLINE void dot_e4m3(uint quants, uint x, uint y, uint& sum, uint& other) {
       : "r"(quants), "r"(x), "r"(y));
 }
 
-INLINE float sum_of_halves(uint pair) { return of_half(pair) + of_half(pair >> 16); }
+INLINE float sum_of_halves(uint pair) {
+  return of_half(pair) + of_half(pair >> 16);
+}
 
 // Eight places in a table of 16 int8 as numbers: those of low nibbles and those of high ones. A nibble's three low bits
 // choose from either half of the table, the fourth between what they found.
@@ -261,8 +269,7 @@ INLINE void scales_at(const char* tile, int k, int n, float (&s)[G], float (&c)[
   if constexpr (M::STEPS > 0) {
     const auto step = Packed<G>::load(tile + T::STEPS_AT + line_at<NT>(group) + n);
 #pragma unroll
-    for (int g = 0; g < G; ++g)
-      s[g] *= M::STEPS == 2 ? (float)(signed char)step.byte(g) : (float)step.byte(g);
+    for (int g = 0; g < G; ++g) s[g] *= M::STEPS == 2 ? (float)(signed char)step.byte(g) : (float)step.byte(g);
   }
   if constexpr (M::STEPS == 1) {
     const auto step = Packed<G>::load(tile + T::MINIMUM_STEPS_AT + line_at<NT>(group) + n);
@@ -284,7 +291,9 @@ struct Rows {
 };
 
 // Where 16 bytes lie, so that lanes that read lines of 64 bytes meet few others in a bank.
-INLINE int piece_at(int piece) { return (piece ^ (piece >> 3 & 3)) * 16; }
+INLINE int piece_at(int piece) {
+  return (piece ^ (piece >> 3 & 3)) * 16;
+}
 
 // VALUES bf16 as Rows; all threads of the block. `weights`: what rows of EACH values are multiplied by, or null.
 template <int VALUES, int EACH, bool HALVES>
@@ -516,8 +525,8 @@ INLINE float total_of(const float* sums, int n) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-gate_up_choices(const int* bsz, const long long* ids, const int* slots, const int* place, long long* touched,
-                const ushort* x, const char* expert_slots, ushort* h, const float* biases) {
+    gate_up_choices(const int* bsz, const long long* ids, const int* slots, const int* place, long long* touched,
+                    const ushort* x, const char* expert_slots, ushort* h, const float* biases) {
   constexpr int H = Gate::K, MID = Gate::N;
   constexpr int UP_TILE = Tile<Gate>::BYTES, ROWS = UP_TILE + Tile<Up>::BYTES;
   constexpr int INT_ROWS = Rows<H, false>::BYTES, HALF_ROWS = Rows<H, true>::BYTES;
@@ -575,8 +584,8 @@ gate_up_choices(const int* bsz, const long long* ids, const int* slots, const in
 using Down = DOWN;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-down_choices(const int* bsz, const long long* ids, const int* slots, const int* place, const ushort* h,
-             const float* weights, const char* expert_slots, ushort* out, const float* biases) {
+    down_choices(const int* bsz, const long long* ids, const int* slots, const int* place, const ushort* h,
+                 const float* weights, const char* expert_slots, ushort* out, const float* biases) {
   constexpr int H = Down::N, MID = Down::K, VALUES = TOP_K * MID, LINES = TOP_K * Down::COUNT;
   constexpr int CHUNKS = (LINES + 31) / 32, UNITS = CHUNKS * PARTS;
   using T = Tile<Down>;
@@ -612,7 +621,7 @@ down_choices(const int* bsz, const long long* ids, const int* slots, const int* 
   for (int j = threadIdx.x / 32; j < TOP_K; j += WARPS)  // a warp for each choice
     if (own_slots[j] >= 0)
       fetch_scales<Down>(shared + j * T::BYTES, expert_slots + (long long)own_slots[j] * SIZE + DOWN_AT, n,
-                             threadIdx.x & 31, 32);
+                         threadIdx.x & 31, 32);
   wait_for_kernel_before();
   if (!counts) return;
   put_rows<VALUES, MID, Down::E4M3>(h + row * VALUES, shared + ROWS, own_weights);

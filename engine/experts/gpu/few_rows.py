@@ -19,6 +19,7 @@ from engine.weights.tiled.layout import Matrix
 
 HOPPER = (9, 0)  # the least compute capability
 _OUTPUTS = (16, 8)  # of a block, the first that fits shared memory
+_FEW_OUTPUTS = (8,)  # of down in 8 bits: more blocks on a multiprocessor, one of which computes while others wait
 _AT_ONCE = 4  # outputs of a warp's unit of work
 _MOST_WARPS = 12
 _MOST_CHOICES = 32  # of a row: a lane asks for each
@@ -110,7 +111,7 @@ def _gate_up(layout: ExpertLayout, sizes: Sizes, common: dict[str, float], share
 def _down(layout: ExpertLayout, sizes: Sizes, common: dict[str, float], shared_limit: int) -> Source | None:
     down, k = layout.down, sizes.top_k
     chunks = _chunks(k * lines_of(down))
-    for n in _OUTPUTS:
+    for n in _FEW_OUTPUTS if down.low == 8 else _OUTPUTS:
         shared = k * tile_bytes(down, n) + rows_bytes(k * sizes.inner, down.e4m3)
         shared += chunks * n * 4 + _up(3 * k * 4, 16) + n // _AT_ONCE * 8
         if shared <= shared_limit:

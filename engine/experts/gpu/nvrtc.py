@@ -41,7 +41,10 @@ class _Config(ctypes.Structure):
 @functools.cache
 def _library() -> Any:
     """Torch's stub that links to both libraries: their functions are found through it."""
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
+    try:
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
+    except OSError as error:
+        raise EngineError(f"this torch comes without NVRTC, which compiles kernels: {error}") from error
 
 
 def _check(code: int, what: str) -> None:
