@@ -54,7 +54,7 @@ INLINE int line_at(int line) {
 template <class M>
 struct Tile {
   static constexpr int ROW = M::K * M::LOW / 8, UPPER_ROW = M::K * M::UPPER / 8;
-  static constexpr int UNITS = M::K / M::UNIT, GROUPS = M::K / M::GROUP;
+  static constexpr int UNITS = (M::K + M::UNIT - 1) / M::UNIT, GROUPS = (M::K + M::GROUP - 1) / M::GROUP;
   static constexpr int D_LINE = NT * M::D_BYTES, MINIMUM_LINE = NT * (M::MINIMA == 1 ? 2 : 1);
   static constexpr int BITS = NT * (ROW + UPPER_ROW), UPPER_AT = NT * ROW, D_AT = BITS;
   static constexpr int MINIMA_AT = D_AT + plane_bytes(UNITS, D_LINE);

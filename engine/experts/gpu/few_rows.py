@@ -18,8 +18,9 @@ from engine.experts.gpu.nvrtc import Kernel, capability, shared_bytes_of_blocks
 from engine.weights.tiled.layout import Matrix
 
 HOPPER = (9, 0)  # the least compute capability
-_OUTPUTS = (16, 8)  # of a block, the first that fits shared memory
-_FEW_OUTPUTS = (8,)  # of down in 8 bits: more blocks on a multiprocessor, one of which computes while others wait
+_OUTPUTS = (16, 8)  # of a block: the first of which two blocks fit a multiprocessor, so that one loads beside another
+_FEW_OUTPUTS = (8,)  # of down in 8 bits, so that a block starts as soon as one of gate and up has ended
+_RESERVED_BYTES = 1024  # of shared memory, by each block
 _AT_ONCE = 4  # outputs of a warp's unit of work
 _MOST_WARPS = 12
 _MOST_CHOICES = 32  # of a row: a lane asks for each
@@ -80,8 +81,8 @@ def _runs_on(device: torch.device) -> bool:
 def sources(
     sizes: Sizes, layout: ExpertLayout, slot_bytes: int, activation: Activation, biased: bool, shared_limit: int
 ) -> tuple[Source, Source] | None:
-    """Gate and up, and down, of experts in slots of `slot_bytes`; None if they do not serve this layout. Blocks have up
-    to `shared_limit` bytes of shared memory."""
+    """Gate and up, and down, of experts in slots of `slot_bytes`; None if they do not serve this layout. A block may
+    have `shared_limit` bytes of shared memory if it is alone on its multiprocessor."""
     if not all(serves(matrix) for matrix in layout.matrices) or sizes.top_k > _MOST_CHOICES or slot_bytes % 16:
         return None
     _, up_at, down_at = layout.starts
@@ -90,31 +91,31 @@ def sources(
         "BIASED": biased,
     }  # fmt: skip
     common |= Elementwise(activation).constants
-    gate_up = _gate_up(layout, sizes, common, shared_limit)
-    down = _down(layout, sizes, common, shared_limit)
+    half = (shared_limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES
+    gate_up, down = _gate_up(layout, sizes, common, half), _down(layout, sizes, common, half)
     return None if gate_up is None or down is None else (gate_up, down)
 
 
-def _gate_up(layout: ExpertLayout, sizes: Sizes, common: dict[str, float], shared_limit: int) -> Source | None:
+def _gate_up(layout: ExpertLayout, sizes: Sizes, common: dict[str, float], most: int) -> Source | None:
     gate, up, h = layout.gate, layout.up, sizes.hidden
     kinds = {gate.e4m3, up.e4m3}
     chunks = _chunks(lines_of(gate)) + _chunks(lines_of(up))
     for n in _OUTPUTS:
         shared = tile_bytes(gate, n) + tile_bytes(up, n) + sum(rows_bytes(h, halves) for halves in kinds)
         shared += chunks * n * 4 + 2 * n // _AT_ONCE * 8
-        if shared <= shared_limit:
+        if shared <= most:
             matrices = {"GATE": gate, "UP": up}
             return _source("gate_up_choices", n, chunks, shared, matrices, common)
     return None
 
 
-def _down(layout: ExpertLayout, sizes: Sizes, common: dict[str, float], shared_limit: int) -> Source | None:
+def _down(layout: ExpertLayout, sizes: Sizes, common: dict[str, float], most: int) -> Source | None:
     down, k = layout.down, sizes.top_k
     chunks = _chunks(k * lines_of(down))
     for n in _FEW_OUTPUTS if down.low == 8 else _OUTPUTS:
         shared = k * tile_bytes(down, n) + rows_bytes(k * sizes.inner, down.e4m3)
         shared += chunks * n * 4 + _up(3 * k * 4, 16) + n // _AT_ONCE * 8
-        if shared <= shared_limit:
+        if shared <= most:
             return _source("down_choices", n, chunks, shared, {"DOWN": down}, common)
     return None
 
@@ -170,11 +171,11 @@ def _plane_bytes(lines: int, line_bytes: int) -> int:
 def tile_bytes(matrix: Matrix, n: int) -> int:
     """Shared memory for n outputs' bits and scales (`Tile` in few_rows.cu)."""
     minima, steps = matrix.constants[9], matrix.constants[10]
-    unit, group = matrix.k // int(matrix.format.unit), matrix.k // matrix.group
-    size = n * matrix.k * (matrix.low + matrix.upper) // 8 + _plane_bytes(unit, n * matrix.d_bytes)
+    units, groups = matrix.lines("d"), matrix.lines("steps")
+    size = n * matrix.k * (matrix.low + matrix.upper) // 8 + _plane_bytes(units, n * matrix.d_bytes)
     if minima:
-        size += _plane_bytes(unit, n * (2 if minima == 1 else 1))
-    return size + {0: 0, 1: 2, 2: 1}[steps] * _plane_bytes(group, n)
+        size += _plane_bytes(units, n * (2 if minima == 1 else 1))
+    return size + {0: 0, 1: 2, 2: 1}[steps] * _plane_bytes(groups, n)
 
 
 def rows_bytes(values: int, halves: bool) -> int:
