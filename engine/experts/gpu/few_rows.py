@@ -156,7 +156,7 @@ def _chunks(lines: int) -> int:
 
 
 def _warps(units: int) -> int:
-    """The most that have the same number of units each, or nearly."""
+    """The fewest with which no warp has more units than with the most."""
     return min(range(1, _MOST_WARPS + 1), key=lambda warps: (-(-units // warps), warps))
 
 
