@@ -101,12 +101,12 @@ lint: setup
 	@$(VENV)/bin/ruff format --check --quiet $(SOURCES)
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-logo 2>/dev/null || $(VENV)/bin/lint-imports
-	@git ls-files 'native/*.cpp' 'native/*.hpp' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+	@git ls-files 'native/*.cpp' 'native/*.hpp' 'engine/*.cu' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
 
 format: setup
 	@$(VENV)/bin/ruff check --fix --quiet $(SOURCES)
 	@$(VENV)/bin/ruff format --quiet $(SOURCES)
-	@git ls-files 'native/*.cpp' 'native/*.hpp' | xargs -r $(VENV)/bin/clang-format -i
+	@git ls-files 'native/*.cpp' 'native/*.hpp' 'engine/*.cu' | xargs -r $(VENV)/bin/clang-format -i
 
 load: setup
 	@$(PY) -m ktserve loadtests $(if $(SCENARIO),--scenario $(SCENARIO)) $(if $(UI),--ui) $(ARGS)

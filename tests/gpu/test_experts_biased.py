@@ -72,10 +72,28 @@ def run(experts: ExpertBackend, there: ExpertBuffers, b: ExpertBuffers, lora: bo
 
 
 WAYS = {  # of computing: names of products, and the patches that choose it
-    "choices": {"CHOICE_ROWS": 99.0, "PLAIN_CHOICE_ROWS": 99.0},
-    "rows": {"CHOICE_ROWS": 0.0, "PLAIN_CHOICE_ROWS": 0.0, "VECTOR_ROWS": 99.0, "BYTE_VECTOR_ROWS": 99.0},
-    "blocks": {"CHOICE_ROWS": 0.0, "PLAIN_CHOICE_ROWS": 0.0, "VECTOR_ROWS": 0.0, "BYTE_VECTOR_ROWS": 0.0},
-    "widened": {"CHOICE_ROWS": 0.0, "PLAIN_CHOICE_ROWS": 0.0, "VECTOR_ROWS": 0.0, "BYTE_VECTOR_ROWS": 0.0},
+    "choices": {"CHOICE_ROWS": 99.0, "CUDA_CHOICE_ROWS": 99.0, "PLAIN_CHOICE_ROWS": 99.0},
+    "rows": {
+        "CHOICE_ROWS": 0.0,
+        "CUDA_CHOICE_ROWS": 0.0,
+        "PLAIN_CHOICE_ROWS": 0.0,
+        "VECTOR_ROWS": 99.0,
+        "BYTE_VECTOR_ROWS": 99.0,
+    },
+    "blocks": {
+        "CHOICE_ROWS": 0.0,
+        "CUDA_CHOICE_ROWS": 0.0,
+        "PLAIN_CHOICE_ROWS": 0.0,
+        "VECTOR_ROWS": 0.0,
+        "BYTE_VECTOR_ROWS": 0.0,
+    },
+    "widened": {
+        "CHOICE_ROWS": 0.0,
+        "CUDA_CHOICE_ROWS": 0.0,
+        "PLAIN_CHOICE_ROWS": 0.0,
+        "VECTOR_ROWS": 0.0,
+        "BYTE_VECTOR_ROWS": 0.0,
+    },
 }
 
 

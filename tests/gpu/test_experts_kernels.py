@@ -7,7 +7,7 @@ import torch
 
 from engine.experts.gpu import compute as module
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
-from engine.experts.gpu.layout import Sizes, lora_blocks
+from engine.experts.gpu.layout import Elementwise, Sizes, lora_blocks
 from engine.lora.adapter import ExpertLora
 from tests.gpu.expert_slots import expert_slots_of
 from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, distinct, error, expected, lora
@@ -18,9 +18,14 @@ MANY = [(500, range(E))] if torch.cuda.is_available() else []  # the interpreter
 
 
 def tables(
-    layer: Layer, adapters: dict[int, ExpertLora], dtype: torch.dtype, here: list[int], device: torch.device
+    layer: Layer,
+    adapters: dict[int, ExpertLora],
+    dtype: torch.dtype,
+    here: list[int],
+    device: torch.device,
+    sizes: Sizes = SIZES,
 ) -> tuple[LayerTables, SlotTables, list[torch.Tensor]]:
-    expert_slot, every = expert_slots_of(layer.store, SIZES, dtype)
+    expert_slot, every = expert_slots_of(layer.store, sizes, dtype)
     expert_slots = every[here].to(device)
     place = torch.full((8, E), -1, dtype=torch.int32)
     place[:, here] = torch.arange(len(here), dtype=torch.int32)
@@ -28,14 +33,16 @@ def tables(
     address = torch.zeros(8, E, dtype=torch.int64)
     keep = []
     for slot, adapter in adapters.items():
-        blocks, present = lora_blocks(adapter, SIZES, dtype)
+        blocks, present = lora_blocks(adapter, sizes, dtype)
         keep.append(blocks.to(device))
         step = blocks.shape[1] * blocks.element_size()
         address[slot] = (keep[-1].data_ptr() + torch.arange(E) * step) * present
         slots.ranks[slot] = -(-adapter.rank // 16) * 16
         slots.scales[0, slot] = torch.tensor([adapter.gate_scale, adapter.up_scale, adapter.down_scale])
     touched = torch.zeros((), dtype=torch.int64, device=device)
-    return LayerTables(expert_slots, place.to(device), address.to(device), expert_slot, touched), slots, keep
+    elementwise = Elementwise.of(layer.store, sizes, device)
+    table = LayerTables(expert_slots, place.to(device), address.to(device), expert_slot, touched, elementwise)
+    return table, slots, keep
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.experts.gpu import compute, products, widened
+from engine.experts.gpu import compute, few_rows, products, widened
 from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import Sizes
 from engine.weights.tiled.layout import has_tiles
@@ -25,7 +25,9 @@ CODED = ("IQ4_XS", "MXFP4", "F8_E4M3")
 MIXED = [("Q4_K", "Q5_0", "Q6_K"), ("Q8_0", "BF16", "Q4_0"), CODED]
 LAYERS = [*((kind, kind, kind) for kind in FORMATS), *MIXED]
 SOME = LAYERS if GPU else [*MIXED, ("Q6_K", "Q6_K", "IQ4_NL")]  # the interpreter is slow
-CHOICES = [kinds for kinds in (LAYERS if GPU else SOME) if not {"BF16", "F8_E4M3"} & {*kinds}]
+HOPPER = GPU and torch.version.cuda is not None and torch.cuda.get_device_capability() >= few_rows.HOPPER
+CHOICES = [(kinds, False) for kinds in (LAYERS if GPU else SOME) if not {"BF16", "F8_E4M3"} & {*kinds}]
+CHOICES += [(kinds, True) for kinds in LAYERS if "BF16" not in kinds and HOPPER]  # by kernels in CUDA C++
 
 
 @pytest.mark.gpu
@@ -38,6 +40,7 @@ def test_right_with_and_without_adapters(
     for name in ("VECTOR_ROWS", "BYTE_VECTOR_ROWS"):
         monkeypatch.setattr(products, name, 2 if rows == 2 else 0)
     monkeypatch.setattr(products, "CHOICE_ROWS", 0)
+    monkeypatch.setattr(products, "CUDA_CHOICE_ROWS", 0)
     _check(Layer(*kinds), rows, kernel_device, INTEGER_BOUND if GPU and rows == 2 else BOUND)
 
 
@@ -49,6 +52,7 @@ def test_long_chunks_of_weights_made_plain(
 ) -> None:
     """Three experts at a time, of down more."""
     monkeypatch.setattr(products, "CHOICE_ROWS", 0)
+    monkeypatch.setattr(products, "CUDA_CHOICE_ROWS", 0)
     monkeypatch.setattr(widened, "ROWS", 0)
     monkeypatch.setattr(widened, "SCRATCH_BYTES", 3 * 2 * H * I * DTYPE.itemsize)
     assert widened.at_a_time(SIZES, 2, DTYPE.itemsize) < E
@@ -75,13 +79,17 @@ def _check(layer: Layer, rows: int, kernel_device: torch.device, bound: float) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kinds", CHOICES, ids="-".join)
+@pytest.mark.parametrize(
+    "kinds, hopper", CHOICES, ids=lambda value: str(value) if value in (True, False) else "-".join(value)
+)
 def test_single_choices(
-    kinds: tuple[str, str, str], kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+    kinds: tuple[str, str, str], hopper: bool, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows in int8, each choice by itself: choices of no expert, and those that another backend computes."""
+    monkeypatch.setattr(few_rows, "HOPPER", few_rows.HOPPER if hopper else (99, 0))
     monkeypatch.setattr(products, "INTEGERS", (DTYPE,))
     monkeypatch.setattr(products, "CHOICE_ROWS", 4)
+    monkeypatch.setattr(products, "CUDA_CHOICE_ROWS", 4)
     layer, here = Layer(*kinds), [1, 2, 5, 7]
     experts = GpuCompute(SIZES, DTYPE, kernel_device, max_rows=4, max_rank=20, max_slots=7)
     table, slots, _keep = tables(layer, {}, DTYPE, here, kernel_device)

@@ -144,13 +144,14 @@ def test_the_load_test_starts_our_server(installed: Path, tmp_path: Path) -> Non
 
 
 def test_a_wheel_holds_what_runs(wheel: Path) -> None:
-    """All Python of our packages, the kernels, the rules and the demo model; no sources of the kernels, no tests."""
+    """All Python of our packages, the kernels, the rules and the demo model; no sources of C++ kernels, no tests."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     kernels = {name for name in names if name.startswith("native/_native.") and name.endswith(".so")}
     kept = (
         "*.py",
         "*.pyi",
         "*.yaml",
+        "*.cu",
         "*.gguf",
         "planning/*.json",
         "adapters/*/*.json",

@@ -10,13 +10,16 @@ import torch
 
 from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
+from engine.experts.gpu.few_rows import FewRows
 from engine.experts.gpu.index import MOST_CHOICES, Index, add_touched, build, most_blocks
 from engine.experts.gpu.layout import SILU_ALONE, Elementwise, ExpertLayout, Sizes
+from engine.experts.gpu.nvrtc import Kernel
 from engine.experts.gpu.products import (
     LEAST_BLOCK_ROWS,
     Product,
     Tiles,
     choice_products,
+    choices_alone,
     plain_down,
     plain_gate_up,
     tiled_products,
@@ -88,6 +91,7 @@ class GpuCompute:
         self._t = torch.empty(n, 2 * self.max_rank, dtype=dtype, device=device)
         self._y = torch.empty(_result_bytes(sizes, dtype.itemsize, self.rows), dtype=torch.uint8, device=device)
         self._widened = Widened(sizes, dtype, device)
+        self._few_rows = FewRows(sizes, device)
         self._by_choice: tuple[ExpertBuffers, torch.Tensor] | None = None  # the last batch, if it has no index
         self._index = Index.allocate(self.rows, sizes.top_k, sizes.experts, LEAST_BLOCK_ROWS, device)
 
@@ -148,6 +152,9 @@ class GpuCompute:
 
         s, tiles, index = self.sizes, tiles_for(self.sizes, b.max_rows, self.dtype), self._index
         self._by_choice = None
+        if not lora and (few := self._few_rows_kernels(layer, tiles)):
+            self._run_few_rows(b, layer, *few, touched)
+            return
         if not lora and (single := choice_products(layer.layout, layer.expert_slots, tiles, self.dtype, s)):
             self._run_choices(b, layer, *single, touched)
             return
@@ -200,6 +207,23 @@ class GpuCompute:
             BLOCK=1024,
             num_warps=4,
         )
+
+    def _few_rows_kernels(self, layer: LayerTables, tiles: Tiles) -> tuple[Kernel, Kernel] | None:
+        if layer.layout is None or not choices_alone(layer.layout, tiles, self.dtype, cuda=True):
+            return None
+        slot_bytes = layer.expert_slots.stride(0) * layer.expert_slots.element_size()
+        return self._few_rows.kernels(layer.layout, layer.elementwise, slot_bytes)
+
+    def _run_few_rows(
+        self, b: ExpertBuffers, layer: LayerTables, gate_up: Kernel, down: Kernel, touched: torch.Tensor | None
+    ) -> None:
+        s, expert_slots, biases = self.sizes, layer.expert_slots, layer.elementwise.biases
+        self._by_choice = b, layer.place
+        tables = (b.bsz, b.ids, b.slots, layer.place)
+        grid = b.ids.numel(), s.inner // gate_up.columns
+        gate_up.launch(grid, (*tables, touched, b.hidden, expert_slots, self._h, biases))
+        grid = b.max_rows, s.hidden // down.columns
+        down.launch(grid, (*tables, self._h, b.weights, expert_slots, b.out, biases))
 
     def _run_choices(
         self, b: ExpertBuffers, layer: LayerTables, gate_up: Product, down: Product, touched: torch.Tensor | None

@@ -1,4 +1,5 @@
-"""Routed experts for steps of few rows without adapters: each choice by itself, without an index.
+"""Routed experts for steps of few rows without adapters: each choice by itself, without an index. Of quantised experts
+on Hopper GPUs few_rows.cu computes the same.
 
     gate_up_choices   h = silu(gate x) * (up x), or as LIMIT says                 grid (choices, tiles of MID)
     down_choices      out = sum of w (down h) in the order of a row's choices     grid (rows, tiles of H)
