@@ -109,8 +109,8 @@ class CostModel:
             )
 
     def _expected_experts(self, tokens: int) -> float:
-        """Between the token counts seen, straight lines over their logarithm, since each further token touches fewer new
-        ones, but no more than as many for each token as below; outside, the nearest (more tokens touch at most all
+        """Between the token counts seen, straight lines over their logarithm, since each further token touches fewer
+        new ones, but no more than as many for each token as below; outside, the nearest (more tokens touch at most all
         experts, fewer at least none)."""
         below: tuple[float, float] = (0.0, 0.0)
         above: tuple[float, float] | None = None
