@@ -59,10 +59,10 @@ def _linear_values(config: ModelConfig, *, attention: bool) -> Iterator[int]:
                 yield sum(module.shape)
 
 
-def expert_adapter_bytes_per_rank(config: ModelConfig) -> int:
+def expert_adapter_bytes_per_rank(config: ModelConfig, element_bytes: int = _BF16) -> int:
     """Its part in routed experts, in all layers."""
     experts = len(config.without_mtp.sparse_layers) * config.num_experts
-    return _BF16 * 3 * experts * (config.hidden_size + config.moe_intermediate_size)
+    return element_bytes * 3 * experts * (config.hidden_size + config.moe_intermediate_size)
 
 
 def training_row_bytes(config: ModelConfig) -> int:

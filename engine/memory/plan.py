@@ -47,7 +47,8 @@ _AGAIN = ("", "once more", "twice more")  # by copies
 class MemoryPlan(DevicePlan):
     """`kv_tokens` is a multiple of the block size; `max_model_len` at most `kv_tokens`. `adapter_bytes`
     is what loaded adapters may take on the CPU, those at start included; `gpu_adapter_bytes` what those in slots may
-    take on the GPU, beside the tables of their projections (None: no experts are computed there). `num_states`:
+    take on the GPU, beside the tables of their projections (None: no experts are computed there), for one of which the
+    cache leaves out `kv_left_out` tokens. `num_states`:
     sequences that may run at once in a model whose layers keep states (0: they keep none), `num_snapshots`: copies of
     states that the prefix cache has beside them at most, each in the memory of `snapshot_blocks` blocks (0: its own);
     `kept_positions` of a running sequence may be kept beside its state. `notes` are printed; `remedies` are settings
@@ -65,6 +66,7 @@ class MemoryPlan(DevicePlan):
     num_snapshots: int = 0
     snapshot_blocks: int = 0
     kept_positions: int = 0
+    kv_left_out: int = 0
 
     @property
     def state_slots(self) -> int:
@@ -179,13 +181,18 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     items += [Item(d.name, Kind.OTHER, "reserve", reserve_bytes(d)) for d in devices]
     used = sum(item.num_bytes for item in items if item.device == main.name)
     share = CPU_KV_SHARE if inputs.gpu is None else GPU_KV_SHARE
-    per_token, affordable = inputs.kv_token_bytes, int(share * max(main.free_bytes - used, 0))
+    per_token, left = inputs.kv_token_bytes, max(main.free_bytes - used, 0)
+    affordable = max(min(int(share * left), left - _run_time_adapter(inputs)), 0)
+    room = int(share * left) - affordable
     sizes = inputs.states
     states = sizes.running(affordable)
     running = states * sizes.running_bytes + sizes.scratch_bytes
     affordable = max(affordable - running, 0)
     apart = sizes.apart_bytes(affordable) if asked_tokens(inputs) is None else 0
     tokens, length, notes = _cache(inputs, (affordable - apart) // per_token)
+    left_out = 0
+    if asked_tokens(inputs) is None:
+        left_out = max(0, min(wanted_tokens(config, source.config), tokens + room // per_token) - tokens)
     snapshots, snapshot_blocks = sizes.snapshots(tokens, per_token, affordable)
     if states:
         items.append(Item(main.name, Kind.KV_CACHE, f"states, {states} sequences", running))
@@ -195,15 +202,15 @@ def _plan(inputs: Inputs) -> MemoryPlan:
     items.append(Item(main.name, Kind.KV_CACHE, f"KV cache, {tokens} tokens", tokens * per_token))
     notes.append(f"a position takes {per_token} bytes of the KV cache")
     left = cpu.free_bytes - sum(item.num_bytes for item in items if item.device == cpu.name)
-    room = sum(item.num_bytes for item in adapters if item.device == cpu.name)
-    room += max(left, 0) if config.adapter_memory is None else 0
+    on_cpu = sum(item.num_bytes for item in adapters if item.device == cpu.name)
+    on_cpu += max(left, 0) if config.adapter_memory is None else 0
     each = format_bytes(TYPICAL_RANK * adapter_bytes_per_rank(source.whole))
     again = [
         _AGAIN[min(n, 2)] + (f" on {device}" if inputs.gpu else "") for device, n in inputs.adapter_copies.items() if n
     ]
     notes += inputs.stated.notes(inputs)
     notes.append(
-        f"loaded adapters may take {format_bytes(room)}; one of rank {TYPICAL_RANK} on all projections takes {each}, "
+        f"loaded adapters may take {format_bytes(on_cpu)}; one of rank {TYPICAL_RANK} on all projections takes {each}, "
         f"and {' and '.join(again)} in a slot"
     )
     on_gpu = None
@@ -211,17 +218,22 @@ def _plan(inputs: Inputs) -> MemoryPlan:
         planned = sum(i.num_bytes for i in items if i.device == main.name and i.kind is Kind.ADAPTERS)
         used = sum(item.num_bytes for item in items if item.device == main.name)
         on_gpu = planned + max(main.free_bytes - used, 0)
-        takes = int(inputs.gpu_adapter_share * TYPICAL_RANK * expert_adapter_bytes_per_rank(source.config))
+        takes = format_bytes(_typical_slot_bytes(inputs))
         notes.append(
             f"adapters in slots may take {format_bytes(on_gpu)} on {main.name}; one of rank {TYPICAL_RANK} on every "
-            f"expert takes {format_bytes(takes)}, and a load beyond that is refused"
+            f"expert takes {takes}, and a load beyond that is refused"
         )
+        if left_out:
+            notes.append(
+                f"the KV cache leaves room for one that is loaded at run time, {left_out} tokens; with "
+                "--max-adapter-slots 0, or as many --adapters as slots, it has them too"
+            )
     return MemoryPlan(
         devices,
         items,
         tokens,
         length,
-        room,
+        on_cpu,
         notes,
         [],
         on_gpu,
@@ -229,12 +241,30 @@ def _plan(inputs: Inputs) -> MemoryPlan:
         snapshots,
         snapshot_blocks,
         inputs.kept_positions if states else 0,
+        left_out,
     )
 
 
 def reserve_bytes(device: Memory) -> int:
     """What nothing is planned for."""
     return max(_RESERVE, int(_RESERVE_SHARE * device.limit_bytes))
+
+
+def _typical_slot_bytes(inputs: Inputs) -> int:
+    """Of an adapter on every expert in a slot of the GPU's experts."""
+    per_rank = expert_adapter_bytes_per_rank(inputs.source.config, inputs.element_bytes)
+    return int(inputs.gpu_adapter_share * TYPICAL_RANK * per_rank)
+
+
+def _run_time_adapter(inputs: Inputs) -> int:
+    """Bytes on the GPU that the cache, which has whole blocks, leaves for a first adapter beside those at start, unless
+    slots for streamed experts have room for it, which are planned for."""
+    config, main = inputs.config, inputs.main
+    if inputs.gpu is None or len(config.adapters) >= config.max_adapter_slots:
+        return 0
+    planned = sum(i.num_bytes for i in inputs.extra if i.device == main.name and i.kind is Kind.ADAPTERS)
+    lacking = _typical_slot_bytes(inputs) - planned
+    return lacking + KV_BLOCK_TOKENS * inputs.kv_token_bytes if lacking > 0 else 0
 
 
 def _adapter_items(inputs: Inputs) -> list[Item]:

@@ -96,7 +96,8 @@ def suits(
     if backend == "hybrid":
         return hot >= LEAST_SHARE * len(model.sparse_layers) * model.num_experts * each
     asked = config.kv_cache_tokens is not None or config.kv_cache_memory is not None
-    return asked or memory.kv_tokens >= min(WHOLE_KV_TOKENS, wanted_tokens(config, model))
+    tokens = memory.kv_tokens + memory.kv_left_out  # a smaller cache costs less than experts on the CPU
+    return asked or tokens >= min(WHOLE_KV_TOKENS, wanted_tokens(config, model))
 
 
 def share_lines(placement: Placement, model: ModelConfig, hot: int, each: int) -> list[str]:

@@ -15,6 +15,7 @@ from scheduler.batching.batch import LOOKED_AT, Batch
 from scheduler.core import Flight
 from scheduler.plan import StepPlan
 from scheduler.policy.room import Room
+from scheduler.policy.waiting import entry
 from scheduler.request import Request
 
 
@@ -32,9 +33,9 @@ class PromptBatch(Batch):
         self._background = not any(not request.background for request in core.requests.values())
         if self._background and not self._gaps.allows(self._cost.prompt_step_s, now):
             return None
+        self._make_room()
         if not self._enough():
             return None
-        self._make_room()
         self._add_partial()
         self._add_prefills()
         rows = sorted(self._rows, key=lambda row: not row.is_decode)  # of a preempted request, its last token alone
@@ -48,15 +49,28 @@ class PromptBatch(Batch):
         return flight
 
     def _enough(self) -> bool:
-        """Whether the prompts that could be in the step are worth one."""
+        """Whether the prompts that can be in the step are worth one."""
         core, left = self._core, self._config.lane_tokens or 0
         for _, _, request in core.running:
             if self._may_continue(request):
                 left -= request.num_tokens - request.num_computed
-        for account in self._accounts():
-            for request in core.waiting.first_few(account, self._is_open, self._put_off, LOOKED_AT):
-                left -= request.num_tokens - core.blocks.num_findable(request)
+        left -= sum(request.num_tokens - core.blocks.num_findable(request) for request in self._startable())
         return left <= 0
+
+    def _startable(self) -> list[Request]:
+        """Waiting requests for which there is a running slot: the first of each account that has one reserved, however
+        long others have waited, then by rank. The other lane keeps a reserved slot for that request and leaves a long
+        prompt to this one: were another counted in its place, both lanes would wait for ever."""
+        free = max(0, self._free_running_slots)
+        first: list[Request] = []
+        others: list[Request] = []
+        for account in self._accounts():
+            reserved = account in self._reserved
+            if most := min(free + reserved, LOOKED_AT):
+                few = self._core.waiting.first_few(account, self._is_open, self._put_off, most)
+                first += few[:reserved]
+                others += few[reserved:]
+        return first + sorted(others, key=entry)[:free]
 
     def _may_continue(self, request: Request) -> bool:
         """Whether a running request lacks more than its next token."""

@@ -4,6 +4,7 @@ and a position that it reads."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 
 from scheduler.plan import StepPlan, StepRow, pairs
 
@@ -108,7 +109,8 @@ class CostModel:
             )
 
     def _expected_experts(self, tokens: int) -> float:
-        """Between the token counts seen, straight lines; outside them, the nearest (more tokens touch at most all
+        """Between the token counts seen, straight lines over their logarithm, since each further token touches fewer
+        new ones, but no more than as many for each token as below; outside, the nearest (more tokens touch at most all
         experts, fewer at least none)."""
         below: tuple[float, float] = (0.0, 0.0)
         above: tuple[float, float] | None = None
@@ -122,8 +124,10 @@ class CostModel:
                 above = point
         if above is None:
             return below[1]
-        share = (tokens - below[0]) / (above[0] - below[0])
-        return max(0.0, below[1] + share * (above[1] - below[1]))
+        if not below[0]:
+            return above[1] * tokens / above[0]
+        share = log(tokens / below[0]) / log(above[0] / below[0])
+        return min(below[1] + share * (above[1] - below[1]), below[1] * tokens / below[0])
 
 
 def _fit(moments: list[list[float]], targets: list[float]) -> list[float]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import gguf
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import engine.planning.plan as build
 from engine.architectures.config import ModelConfig
@@ -16,6 +19,8 @@ from engine.experts.gpu.layout import Sizes
 from engine.files.model_file import ModelFile
 from engine.lora.budget import AdapterSize
 from engine.memory.limits import Memory
+from engine.planning.gpu_experts import WHOLE_KV_TOKENS
+from engine.planning.plan import EnginePlan
 from engine.weights.layout import HEAD, expert_shape, tensors
 from engine.weights.store import ExpertStore, WeightSource, WeightTensor
 from native import available
@@ -88,20 +93,31 @@ def gpu_blocks(model: ModelConfig, rank: int) -> int:
     return 2 * len(model.sparse_layers) * model.num_experts * Sizes.of(model).lora_block(rank)
 
 
-def test_a_30b_model_in_q4_k_m_is_whole_on_a_card_of_24_gb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 32K positions of KV, of 24564 MiB as such cards state them, less what the driver takes."""
+@pytest.fixture(scope="module")
+def source() -> Q4KM:
     model = config(
         vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
         head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
         max_position_embeddings=40960,
     )  # fmt: skip
-    source = Q4KM(model)
+    return Q4KM(model)
+
+
+def planned(source: Q4KM, mib: int, **flags: Any) -> EnginePlan:
+    """On a card with so much free."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "open_model", lambda *_, **__: source)
+        patch.setattr(build, "find_machine", lambda *_: GPU)
+        patch.setattr(build, "gpu_memory", lambda _: Memory("GPU 0", mib << 20, (mib + 504) << 20))
+        patch.setattr(build, "cpu_memory", lambda: Memory("CPU", 60 << 30, 64 << 30))
+        return build.plan_engine(EngineConfig(model="m", **flags))
+
+
+def test_a_30b_model_in_q4_k_m_is_whole_on_a_card_of_24_gb(source: Q4KM) -> None:
+    """With 32K positions of KV, of 24564 MiB as such cards state them, less what the driver takes."""
+    model = source.config
     assert 18.0e9 < source.num_bytes < 19.0e9
-    monkeypatch.setattr(build, "open_model", lambda *_, **__: source)
-    monkeypatch.setattr(build, "find_machine", lambda *_: GPU)
-    monkeypatch.setattr(build, "gpu_memory", lambda _: Memory("GPU 0", 24060 << 20, 24564 << 20))
-    monkeypatch.setattr(build, "cpu_memory", lambda: Memory("CPU", 60 << 30, 64 << 30))
-    plan = build.plan_engine(EngineConfig(model="m", max_num_seqs=16, kv_cache_tokens=32768))
+    plan = planned(source, 24060, max_num_seqs=16, kv_cache_tokens=32768)
     assert not plan.memory.short and plan.memory.kv_tokens == 32768
     assert plan.placement.used(".mlp.experts") == ["gpu"] and plan.placement.used("_proj") == ["gpu"]
     held = {item.label: item.num_bytes for item in plan.memory.items if item.device == "GPU 0"}
@@ -117,3 +133,22 @@ def test_a_30b_model_in_q4_k_m_is_whole_on_a_card_of_24_gb(monkeypatch: pytest.M
     with pytest.raises(UserError, match=r"'pirate' would not fit into the GPU's memory.*--kv-cache-tokens"):
         plan.adapter_budget.check("pirate", [], [], new, pinned=False)
     plan.adapter_budget.check("attention", [], [], AdapterSize(1 << 24, 1 << 24), pinned=False)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(st.integers(24000, 48000), st.sampled_from([4, 16, 64, 256]), st.sampled_from([8, 16, 64]))
+def test_a_cache_that_fills_the_gpu_leaves_room_for_an_adapter(source: Q4KM, mib: int, seqs: int, rank: int) -> None:
+    """Of rank 16 on every expert, loaded at run time, and no more where the cache wants it."""
+    plan = planned(source, mib, max_num_seqs=seqs, max_adapter_rank=rank)
+    takes, memory = gpu_blocks(source.config, 16), plan.memory
+    plan.adapter_budget.check("pirate", [], [], AdapterSize(1 << 20, 1 << 20, takes), pinned=False)
+    assert not memory.short
+    assert bool(memory.kv_left_out) == any("leaves room for one that is loaded" in note for note in memory.notes)
+    if memory.kv_left_out:
+        assert memory.gpu_adapter_bytes is not None and memory.gpu_adapter_bytes <= takes + (4 << 20)
+
+
+def test_room_for_an_adapter_costs_cache_and_no_experts_on_the_gpu(source: Q4KM) -> None:
+    plan = planned(source, 28200, max_num_seqs=64)
+    assert plan.placement.used(".mlp.experts") == ["gpu"]
+    assert plan.memory.kv_tokens < WHOLE_KV_TOKENS <= plan.memory.kv_tokens + plan.memory.kv_left_out

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import statistics
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler.plan import StepPlan, StepRow, pairs
 from scheduler.policy.cost import MIN_SAMPLES, CostModel
@@ -104,6 +108,22 @@ def test_more_work_is_never_predicted_to_take_less() -> None:
             assert model.predict(tokens, 200) >= model.predict(tokens, 100) - 1e-12
 
 
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_it_expects_the_experts_of_steps_between_those_that_it_has_seen(data: st.DataObject) -> None:
+    """A few decode rows and a chunk were seen; in between, experts grow as tokens choose them independently."""
+    total = data.draw(st.sampled_from([8, 32, 128, 256, 512]))
+    each = data.draw(st.integers(1, min(16, total // 2)))
+    few, many = data.draw(st.integers(1, 32)), data.draw(st.integers(64, 1024))
+    tokens = data.draw(st.integers(few, many))
+    model, rng = CostModel(64), random.Random(3)
+    for count in [few, many] * 30:
+        touched = round(48 * total * (1 - (1 - each / total) ** count) * rng.uniform(0.9, 1.1))
+        model.observe(plan(count, 0, 0), 1e-4 * touched, touched)  # a step's time is that of its experts
+    expected = 1e-4 * 48 * total * (1 - (1 - each / total) ** tokens)
+    assert 0.45 * expected < model.predict(tokens, tokens) < 1.5 * expected
+
+
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0])
 def test_times_that_cannot_be_are_left_out(seconds: float) -> None:
     model = trained()
@@ -181,3 +201,48 @@ def test_chunks_are_long_only_while_no_stream_waits() -> None:
     engine.add(make_request("second", [2] * 150, 2))
     beside = [engine.step() for _ in range(4)]
     assert [[row.num_tokens for row in step.rows] for step in beside] == [[1, 10]] * 4
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(
+    streams=st.integers(4, 8),
+    prompts=st.integers(8, 16),
+    size=st.sampled_from([200, 512]),
+    depth=st.sampled_from([0, 1]),
+)
+def test_prompts_that_come_together_use_the_time_that_streams_may_wait(
+    streams: int, prompts: int, size: int, depth: int
+) -> None:
+    """Also while more and more of them are streams, of which no step alone was seen."""
+    settings = {"itl_target_s": 0.02, "itl_decode_steps": 3.0, "max_num_seqs": 32, "max_model_len": 2000}
+    engine = FakeEngine(
+        config(num_blocks=4000, max_num_batched_tokens=1024, prefix_caching=False, **settings), depth
+    )  # fmt: skip
+
+    def seconds(rows: Sequence[StepRow]) -> float:
+        tokens = sum(row.num_tokens for row in rows)
+        return 0.002 + 0.0002 * tokens + 0.001 * experts_of(tokens)
+
+    def run() -> StepPlan | None:
+        step = engine.step()
+        if step is not None:
+            engine.scheduler.observe(step, seconds(step.rows), experts_of(step.num_tokens))
+        return step
+
+    for i in range(streams):
+        engine.add(make_request(f"stream{i}", [i] * 5, 1000))
+    for _ in range(30):
+        run()
+    for i in range(prompts):
+        engine.add(make_request(f"prompt{i}", [i] * size, 1000))
+    waiting = [engine.submitted[f"prompt{i}"] for i in range(prompts)]
+    used: list[float] = []  # shares of that time, by steps of more than the least chunk
+    while any(request.num_computed < size for request in waiting):
+        step = run()
+        assert step is not None
+        decodes = step.rows[: step.num_decodes]
+        cut = any(request.num_computed < size for request in waiting)
+        if cut and decodes and step.num_tokens - len(decodes) > engine.config.min_chunk:
+            used.append(seconds(step.rows) / max(0.02, 3 * seconds(decodes)))
+    del used[:3]  # in which it learns
+    assert 0.95 < statistics.mean(used) < 1.15

@@ -166,6 +166,26 @@ def test_random_runs_use_both_lanes() -> None:
     assert all(engine.scheduler.stats()["steps"] > 2 * engine.num_prompt_steps for engine in found)
 
 
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), tenants=st.sampled_from(["a", "ab"]))
+def test_a_step_of_long_prompts_has_enough_of_those_that_can_start(seed: int, depth: int, tenants: str) -> None:
+    """Prompts for which there is no running slot make no step worth it, and none of them waits for ever."""
+    rng = random.Random(seed)
+    least = rng.choice([4, 7, 12])
+    sizes = {"num_blocks": 400, "max_num_seqs": rng.choice([1, 2, 3]), "max_num_batched_tokens": 16}
+    sizes |= {"mixed_chunk": rng.choice([1, 2, 5]), "lane_tokens": least, "lane_budget": rng.choice([None, 64])}
+    engine = FakeEngine(config(prefix_caching=False, **sizes), depth)
+    for number in range(20):
+        prompt = [rng.randrange(10, 40) for _ in range(rng.choice([1, 3, least - 1, least, 24]))]
+        engine.add(make_request(f"r{number}", prompt, rng.choice([1, 2, 9]), tenant=rng.choice(tenants)))
+        for _ in range(rng.choice([0, 1, 3])):
+            engine.step()
+            assert engine.prompts is None or engine.prompts[0].num_tokens >= least
+    engine.drain(1000)
+    engine.check_outputs()
+    assert all(event.kind is EventKind.FINISHED for event in engine.terminal.values())
+
+
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), drafts=st.booleans())
 def test_everything_holds_with_states(seed: int, depth: int, drafts: bool) -> None:
