@@ -239,11 +239,12 @@ class Batch:
     # ---- prefill
 
     def _add_prefills(self) -> None:
-        """Chunks go to the tenant that got the least service, one request after another."""
+        """Chunks go to the tenant that got the least service, one request after another; to those first for which
+        streams made room."""
         for tenant, requests in self._partial.items():
             self._partial[tenant] = [request for request in requests if request.status is Status.RUNNING]
             self._owed += sum(self._missing.of(request) for request in self._partial[tenant])
-        heap: list[tuple[float, float, int, str]] = []
+        heap: list[tuple[bool, float, float, int, str]] = []
         held = () if self._background or self._everyone else self._turns.held
         for tenant in dict.fromkeys([*self._partial, *self._accounts()]):
             if tenant not in held:
@@ -284,9 +285,10 @@ class Batch:
         least = max(config.min_chunk, self._turns.chunk)
         return PacedRoom(budget, self._rows, self._cost, target_s, least)
 
-    def _push(self, heap: list[tuple[float, float, int, str]], tenant: str) -> None:
+    def _push(self, heap: list[tuple[bool, float, float, int, str]], tenant: str) -> None:
         if (request := self._next(tenant)) is not None:
-            heappush(heap, (self._core.fairness[tenant].counter, request.rank, request.arrival, tenant))
+            later = tenant not in self._turns.first
+            heappush(heap, (later, self._core.fairness[tenant].counter, request.rank, request.arrival, tenant))
 
     def _next(self, tenant: str) -> Request | None:
         partial = self._partial.get(tenant)
