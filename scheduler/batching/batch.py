@@ -73,8 +73,11 @@ class Batch:
             self._add_rows()
         if not self._rows and not self._live_could_run and (live or not self._gaps.paused(now)):
             self._background, self._admitting = True, not core.num_live_waiting
-            self._allowed_s = self._gaps.allowed_s(now)
-            self._add_rows()
+            self._allowed_s, ahead_s = self._gaps.allowed_s(now), self._background_s(in_flight)
+            if self._allowed_s is not None and ahead_s:  # a live request would wait for both
+                self._allowed_s -= ahead_s
+            if self._allowed_s is None or self._allowed_s > 0:
+                self._add_rows()
         add_drafts(core, self._rows, max(0, self._owed))
         if not self._rows:
             return None
@@ -91,6 +94,11 @@ class Batch:
             if full or (row.state is not None and row.state.saves):
                 core.publish(row.request)
         return flight
+
+    def _background_s(self, flights: Sequence[Flight]) -> float:
+        """What those of the steps that are background work are predicted to take."""
+        plans = [flight.plan for flight in flights if flight.plan.rows[0].request.background]
+        return sum(self._cost.predict(plan.num_tokens, plan.num_read) for plan in plans)
 
     def _look_beside(self, flights: Sequence[Flight]) -> None:
         """At the steps of the other lane, whose requests take no part in this one."""
