@@ -73,8 +73,11 @@ class Batch:
             self._add_rows()
         if not self._rows and not self._live_could_run and (live or not self._gaps.paused(now)):
             self._background, self._admitting = True, not core.num_live_waiting
-            self._allowed_s = self._gaps.allowed_s(now)
-            self._add_rows()
+            self._allowed_s, ahead_s = self._gaps.allowed_s(now), self._background_s(in_flight)
+            if self._allowed_s is not None and ahead_s:  # a live request would wait for both
+                self._allowed_s -= ahead_s
+            if self._allowed_s is None or self._allowed_s > 0:
+                self._add_rows()
         add_drafts(core, self._rows, max(0, self._owed))
         if not self._rows:
             return None
@@ -91,6 +94,11 @@ class Batch:
             if full or (row.state is not None and row.state.saves):
                 core.publish(row.request)
         return flight
+
+    def _background_s(self, flights: Sequence[Flight]) -> float:
+        """What those of the steps that are background work are predicted to take."""
+        plans = [flight.plan for flight in flights if flight.plan.rows[0].request.background]
+        return sum(self._cost.predict(plan.num_tokens, plan.num_read) for plan in plans)
 
     def _look_beside(self, flights: Sequence[Flight]) -> None:
         """At the steps of the other lane, whose requests take no part in this one."""
@@ -239,11 +247,12 @@ class Batch:
     # ---- prefill
 
     def _add_prefills(self) -> None:
-        """Chunks go to the tenant that got the least service, one request after another."""
+        """Chunks go to the tenant that got the least service, one request after another; to those first for which
+        streams made room."""
         for tenant, requests in self._partial.items():
             self._partial[tenant] = [request for request in requests if request.status is Status.RUNNING]
             self._owed += sum(self._missing.of(request) for request in self._partial[tenant])
-        heap: list[tuple[float, float, int, str]] = []
+        heap: list[tuple[bool, float, float, int, str]] = []
         held = () if self._background or self._everyone else self._turns.held
         for tenant in dict.fromkeys([*self._partial, *self._accounts()]):
             if tenant not in held:
@@ -284,9 +293,10 @@ class Batch:
         least = max(config.min_chunk, self._turns.chunk)
         return PacedRoom(budget, self._rows, self._cost, target_s, least)
 
-    def _push(self, heap: list[tuple[float, float, int, str]], tenant: str) -> None:
+    def _push(self, heap: list[tuple[bool, float, float, int, str]], tenant: str) -> None:
         if (request := self._next(tenant)) is not None:
-            heappush(heap, (self._core.fairness[tenant].counter, request.rank, request.arrival, tenant))
+            later = tenant not in self._turns.first
+            heappush(heap, (later, self._core.fairness[tenant].counter, request.rank, request.arrival, tenant))
 
     def _next(self, tenant: str) -> Request | None:
         partial = self._partial.get(tenant)

@@ -13,7 +13,7 @@ held to the target for some time after it was there, and other streams make room
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from scheduler.config import SchedulerConfig
@@ -45,15 +45,17 @@ class _There:
 
 class Turns:
     """Of one scheduler. Of the step last asked about: `chunk`, tokens of prompts that streams made room for; `held`,
-    tenants of whose prompts nothing is computed."""
+    tenants of whose prompts nothing is computed; `first`, those whose prompts go before others'."""
 
     def __init__(self, config: SchedulerConfig, tenants: Fairness, cost: CostModel) -> None:
         self.chunk = 0
         self.held: frozenset[str] = frozenset()
+        self.first: frozenset[str] = frozenset()
         self._config, self._tenants, self._cost = config, tenants, cost
         self._seen: dict[str, float] = {}  # when each account was last there, the newest last
         self._saved_s = 0.0  # by which steps without others' rows were shorter than the target
         self._without = 0  # such steps since the last one with them
+        self._in_a_row = 0  # steps in which streams made room for prompts
 
     def left_out(
         self,
@@ -65,7 +67,7 @@ class Turns:
     ) -> frozenset[Request]:
         """Of the live requests behind their prompts. None while the cost model has too few samples, nor where the
         target is some decode steps. `is_open`: whether requests of an adapter may begin."""
-        self.chunk, self.held = 0, frozenset()
+        self.chunk, self.held, self.first = 0, frozenset(), frozenset()
         config, cost = self._config, self._cost
         target_s = config.itl_target_s
         if target_s is None or config.itl_decode_steps or cost.cautious_chunk is not None:
@@ -76,8 +78,9 @@ class Turns:
             return frozenset()
         count, read = (sum(parts) for parts in zip(*((len(t.streams), t.read) for t in there.values()), strict=True))
         most = max(each.share for each in there.values())
-        behind = (each.prompt_tokens for each in there.values() if each.share < most)
-        self.chunk = min(sum(behind), config.initial_chunk)
+        behind = {name: each.prompt_tokens for name, each in there.items() if each.share < most and each.prompt_tokens}
+        self.chunk = min(sum(behind.values()), config.initial_chunk)
+        self._give_way(behind.keys())
         few = {name for name, each in there.items() if each.share <= _FEW * most}
         if few and self._apart(there, few, target_s):
             self.held = frozenset(there.keys() - few)
@@ -104,7 +107,7 @@ class Turns:
             own.running += 1
             if (missing := len(request.prompt) - request.num_computed) > 0:
                 own.prompt_tokens += missing
-            else:
+            elif len(request.output) + request.num_in_flight < request.most_output:  # the tokens in flight end others
                 own.streams.append(request)
                 own.read += request.num_computed + 1
         for name in waiting.accounts():
@@ -133,6 +136,12 @@ class Turns:
             return False
         self._saved_s, self._without = self._saved_s + max(0.0, target_s - alone_s), self._without + 1
         return True
+
+    def _give_way(self, behind: Collection[str]) -> None:
+        """To their prompts, at which others' would otherwise take the room that streams make: the service counted is
+        that of tenants who leave steps out. Not without end, so each SELDOM-th step in a row has the usual order."""
+        self._in_a_row = self._in_a_row + 1 if behind else 0
+        self.first = frozenset(behind if self._in_a_row % SELDOM else ())
 
     def _by_weight(self, there: dict[str, _There], room: int, step: int) -> frozenset[Request]:
         """At least one of each is in the step, even if that makes it too long."""

@@ -123,3 +123,27 @@ def test_a_client_that_follows_up_meets_no_background_step() -> None:
     assert timed.step()[1] == ["second"]
     plan, _ = timed.step()
     assert plan is not None and plan.rows[0].request.background, "it did not come"
+
+
+@given(st.floats(1e-4, 1e-2), st.floats(1e-5, 1e-2), st.floats(0, 3))
+def test_what_is_in_flight_counts_towards_what_a_live_request_may_wait(
+    base_s: float, token_s: float, idle_s: float
+) -> None:
+    """Two steps may be: together they are as short as one may be, or the second is not begun."""
+    timed = timed_alone(base_s, token_s)
+    alone_s = timed.live("first")
+    for number in range(1, 6):
+        timed.background(number)
+        last, timed.now = timed.now, timed.now + MOST_PAUSE_S + idle_s
+        plans = [plan for plan in (timed.scheduler.schedule(timed.now) for _ in range(2)) if plan is not None]
+        assert plans and all(plan.rows[0].request.background for plan in plans)
+        waits_s = sum(timed.takes_s(plan.num_tokens) for plan in plans)
+        allowed_s = SHARE * alone_s * 1.5 + IDLE_SHARE * (timed.now - last)
+        # a step of one row at least, behind what left time
+        assert waits_s <= 1.05 * max(allowed_s + timed.takes_s(1) * (len(plans) - 1), timed.takes_s(1))
+        for plan in plans:
+            seconds = timed.takes_s(plan.num_tokens)
+            timed.now += seconds
+            timed.scheduler.commit(plan, [[1] if row.samples else [] for row in plan.rows], timed.now)
+            timed.scheduler.observe(plan, seconds, None)
+        timed.live(f"l{number}")

@@ -20,10 +20,10 @@ def run(engine: FakeEngine) -> StepPlan:
     return step
 
 
-def start(streams: dict[str, int], weights: dict[str, float], **changes: object) -> FakeEngine:
+def start(streams: dict[str, int], weights: dict[str, float], depth: int = 0, **changes: object) -> FakeEngine:
     """An engine whose requests are all behind their prompts and whose cost model knows the clock."""
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "num_blocks": 4000, "max_model_len": 4000}
-    engine = FakeEngine(config(**{**settings, "itl_target_s": TARGET_S, **changes}))
+    engine = FakeEngine(config(**{**settings, "itl_target_s": TARGET_S, **changes}), depth)
     for tenant, count in streams.items():
         for i in range(count):
             engine.add(make_request(f"{tenant}{i}", [i % 40, len(tenant)], 500, tenant=tenant), weights[tenant])
@@ -138,3 +138,39 @@ def test_prompts_of_a_tenant_with_few_streams_do_not_keep_others_prompts_waiting
             asked += 1
             engine.add(make_request(f"b{asked}", [3 + asked % 30] * tokens, 1, tenant="b"), 1.0)
     assert "asked" not in requests, asked
+
+
+@settings(max_examples=12)
+@given(tokens=st.integers(1, 300), streams=st.integers(9, 30), prompts=st.integers(1, 4))
+def test_the_prompt_of_a_tenant_with_fewer_goes_before_others_prompts(tokens: int, streams: int, prompts: int):
+    """Also when it got more service, since streams of the others leave steps out for it."""
+    engine = start({"a": streams, "b": 1}, {"a": 1.0, "b": 1.0})
+    engine.scheduler._core.fairness.charge("b", 1e6)
+    for i in range(prompts):
+        engine.add(make_request(f"more{i}", [3 + i] * 400, 4, tenant="a"), 1.0)
+    run(engine)
+    new = engine.add(make_request("new", [9] * tokens, 4, tenant="b"), 1.0)
+    steps = 0
+    while not new.output:
+        run(engine)
+        steps += 1
+    assert steps <= 2 + -(-tokens // config().initial_chunk)
+
+
+@settings(max_examples=12)
+@given(
+    answers=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    streams=st.integers(10, 30),
+    depth=st.sampled_from([0, 1]),
+)
+def test_the_step_beside_the_last_token_of_a_tenant_with_few_streams_keeps_the_target(answers, streams, depth):
+    """One request after another: nobody knows in that step whether the next will come."""
+    engine = start({"a": streams}, {"a": 1.0}, depth, itl_target_s=2.5 * ROW_S)
+    for number, count in enumerate(answers):
+        asked = engine.add(make_request(f"b{number}", [3], count, tenant="b"), 1.0)
+        while not asked.status.terminal:
+            step = engine.schedule()
+            while len(engine.in_flight) > (depth if step is not None else 0):
+                engine.commit()
+            assert step is not None and len(step.rows) <= 3
+            engine.scheduler.observe(step, BASE_S + ROW_S * step.num_tokens, None)
