@@ -27,9 +27,12 @@ inline I16 set_pair(const int16_t* p) {
   std::memcpy(&pair, p, 4);
   return {_mm512_set1_epi32(pair)};
 }
-// Of 16 pairs: sum + a[0] b[0] + a[1] b[1].
+// Of 16 pairs: sum + a[0] b[0] + a[1] b[1]. The empty statement keeps GCC from adding in another order, for which it
+// has no registers.
 inline I16 dot_pairs(I16 sum, I16 a, I16 b) {
-  return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
+  I16 result{_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
+  __asm__("" : "+v"(result.v));
+  return result;
 }
 inline F16 to_floats(I16 x) {
   return {_mm512_cvtepi32_ps(x.v)};
@@ -89,7 +92,10 @@ inline I16 set_pair(const int16_t* p) {
   return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
 }
 inline I16 dot_pairs(I16 sum, I16 x, I16 y) {
-  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, y.b))};
+  I16 result{_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, y.a)),
+             _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, y.b))};
+  __asm__("" : "+x"(result.a), "+x"(result.b));
+  return result;
 }
 inline F16 to_floats(I16 x) {
   return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)};
