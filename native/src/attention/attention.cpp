@@ -13,8 +13,8 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kSplitTiles = 4;         // a row of at most so many tiles is cut into chunks as well
-constexpr int64_t kWalkTiles = 4;          // of one work item that walks chunks
-constexpr int64_t kCachedTiles = 2;        // the same where a second-level cache keeps a head's KV between work items:
+constexpr int64_t kWalkTiles = 8;          // of one work item that walks chunks
+constexpr int64_t kCachedTiles = 4;        // the same where a second-level cache keeps a head's KV between work items:
 constexpr int64_t kCachedBytes = 1 << 20;  // so many bytes of it
 constexpr int64_t kWalkItems = 8;          // and so many of them a thread, rather than longer ones
 

@@ -61,7 +61,7 @@ struct AttentionKernels {
   // A key or value to int8; its scale, NaN if a number is not finite.
   float (*quantise_bf16)(const void* from, int8_t* to, int head_dim);
   float (*quantise_float)(const void* from, int8_t* to, int head_dim);
-  // An int8 K or V tile with its scales to a bf16 tile, positions from `count` on to zeros.
+  // An int8 K or V tile with its scales to a bf16 tile, positions from `count` on to zeros; null beside int16 products.
   void (*expand_keys)(const int8_t* tile, int count, uint16_t* to, int head_dim);
   void (*expand_values)(const int8_t* tile, int count, uint16_t* to, int head_dim);
   // A bf16 K or V tile, whose magnitudes are to become at most `limit`, or an int8 one, to an int16 tile with scales.

@@ -31,8 +31,10 @@ inline void to_bf16(const float* from, uint16_t* to, int dim) {
 }
 
 using Chunk = void (*)(const ChunkWork&);
+using Expand = void (*)(const int8_t* tile, int count, uint16_t* to, int head_dim);
 
-constexpr AttentionKernels attention_table(Chunk of_bf16, Chunk mixed, Chunk of_int16, Chunk int16_mixed) {
+constexpr AttentionKernels attention_table(Chunk of_bf16, Chunk mixed, Chunk of_int16, Chunk int16_mixed, Expand keys,
+                                           Expand values) {
   return {attend_chunk<float, float>,
           of_bf16,
           mixed,
@@ -44,8 +46,8 @@ constexpr AttentionKernels attention_table(Chunk of_bf16, Chunk mixed, Chunk of_
           to_bf16,
           quantise<bf16>,
           quantise<float>,
-          expand_keys,
-          expand_values,
+          keys,
+          values,
           int16_keys,
           int16_values,
           int16_of_int8};
