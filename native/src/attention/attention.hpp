@@ -26,7 +26,7 @@
 // in the step, and chunks are joined in rising order: a row's bits are the same alone or in any batch.
 //
 //   few tiles (decode, small chunks):  one work item per (tile, chunk); the last to finish a tile joins its chunks
-//   many tiles (prefill):              one work item per group of up to 4 tiles, which walks their chunks itself: a
+//   many tiles (prefill):              one work item per group of up to 8 tiles, which walks their chunks itself: a
 //                                      chunk's K and V come from memory once for the group
 //
 // Under a window a tile's chunks begin with the one that its first row's window begins in, and that chunk with the pair
