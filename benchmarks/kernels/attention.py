@@ -2,9 +2,9 @@
 (`--latent`) DeepSeek-V2-Lite's, absorbed: 16 heads over latents of 512 + 64 values.
 
 python -m benchmarks.kernels.attention [--threads N] [--isa avx2] [--dtype float32] [--kv bfloat16 int8]
-    [--products float32] [--latent]
+    [--products int16] [--latent]
 
-Arithmetic is compared with the peak of what is multiplied: float32 or bf16 (docs/native.md, Attention).
+Arithmetic is compared with the peak of what is multiplied: float32, bf16 or int16 (docs/native.md, Attention).
 Caches of several types are measured in turn, the best of the rounds counts; the last column is the time over that of
 the first type.
 """
@@ -81,9 +81,9 @@ def main() -> None:
         "--kv", nargs="+", choices=("bfloat16", "float32", "int8"), help="of the cache; default: --dtype"
     )
     parser.add_argument(
-        "--products", choices=("float32", "bfloat16"), default="", help="on AVX-512; default: those of this CPU"
+        "--products", choices=("int16", "bfloat16"), default="", help="on AVX-512; default: those of this CPU"
     )
-    parser.add_argument("--cases", nargs="+", type=int, default=list(range(13)), help="by their place; default: all")
+    parser.add_argument("--cases", nargs="+", type=int, default=list(range(14)), help="by their place; default: all")
     parser.add_argument("--latent", action="store_true", help="heads over latents; int8 is no type of their cache")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -95,7 +95,7 @@ def main() -> None:
     peaks = measure_peaks(pool, args.isa)
     print(peaks)
     cases = [[(1, context)] * rows for rows in (1, 8, 32) for context in (128, 1024, 4096)]
-    cases += [[(512, 512)], [(512, 4096)], [(2048, 2048)], [(1, 1024)] * 16 + [(256, 1024)]]
+    cases += [[(512, 512)], [(512, 4096)], [(2048, 2048)], [(1, 1024)] * 16 + [(256, 1024)], [(512, 8192)]]
     for rows in [cases[i] for i in args.cases]:
         positions, tokens = sum(context for _, context in rows), sum(n for n, _ in rows)
         layers = max(1, min(64, CACHE_BYTES // (positions * kv_heads * width * 4)))
@@ -119,7 +119,7 @@ def main() -> None:
             what = f"{len(rows)} x {rows[0][0]} token(s) at {rows[0][1]}, {str(kv).removeprefix('torch.')}"
             if len({n for n, _ in rows}) > 1:
                 what = f"{len(rows) - 1} decode rows at {rows[0][1]} + {rows[-1][0]} tokens"
-            kind = "bf16" if backend.kernel.products == "bfloat16" else "f32"
+            kind = {"bfloat16": "bf16", "int16": "int16", "float32": "f32"}[backend.kernel.products]
             text = line(what, seconds, positions * position_bytes, operations, peaks, kind)
             print(f"{text}  {seconds / best[0]:.2f}", flush=True)
 

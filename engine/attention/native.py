@@ -62,7 +62,7 @@ class NativeAttention(AttentionBackend):
     `dtype` is that of q, k, v and the result, `kv_dtype` the cache's: the same (default), bfloat16 under float32 rows,
     or int8 with a float32 scale of each position and head; k and v are then rounded as they are stored. `pool` is a
     `native._native.WorkerPool`; `isa` "avx2", "avx512" or "amx", "" for the best. The cache's pages are taken from the
-    system when a block is first written. `products` "float32" or "bfloat16" forces what keys and values of a bfloat16
+    system when a block is first written. `products` "int16" or "bfloat16" forces what keys and values of a bfloat16
     or int8 cache are multiplied as, which otherwise the CPU decides. A NaN in q, k or v stays within its own sequence.
     Raises UserError for shapes and dtypes that the kernels do not take.
     """

@@ -36,7 +36,7 @@ def test_head_dims_that_are_refused(head_dim: int) -> None:
 def test_products_that_are_refused() -> None:
     with pytest.raises(UserError, match="products: float16"):
         Shape().make(BF16, Kernels("", "float16"))
-    with pytest.raises(UserError, match="avx2 has those of float32 only"):
+    with pytest.raises(UserError, match="avx2 has those of int16 only"):
         Shape().make(BF16, Kernels("avx2", "bfloat16"))
 
 

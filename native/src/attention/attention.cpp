@@ -13,8 +13,8 @@ namespace ktserve {
 namespace {
 
 constexpr int64_t kSplitTiles = 4;         // a row of at most so many tiles is cut into chunks as well
-constexpr int64_t kWalkTiles = 4;          // of one work item that walks chunks
-constexpr int64_t kCachedTiles = 2;        // the same where a second-level cache keeps a head's KV between work items:
+constexpr int64_t kWalkTiles = 8;          // of one work item that walks chunks
+constexpr int64_t kCachedTiles = 4;        // the same where a second-level cache keeps a head's KV between work items:
 constexpr int64_t kCachedBytes = 1 << 20;  // so many bytes of it
 constexpr int64_t kWalkItems = 8;          // and so many of them a thread, rather than longer ones
 
@@ -41,14 +41,15 @@ AttentionShape checked(const AttentionShape& s) {
 // let a row's bits depend on its batch. Head dims that are no multiple of 32 and float32 caches are AVX-512's.
 AttentionKernels kernels_for(Isa isa, const AttentionShape& shape) {
   if (isa == Isa::none) throw std::invalid_argument("isa: none; allowed are avx2, avx512, amx");
-  if (shape.products == Products::bf16 && (isa == Isa::avx2 || shape.kv == KvType::float32))
-    throw std::invalid_argument("products: bfloat16; " + std::string(isa == Isa::avx2 ? "avx2" : "a float32 cache") +
-                                " has those of float32 only");
+  if (shape.products == Products::bf16 && isa == Isa::avx2)
+    throw std::invalid_argument("products: bfloat16; avx2 has those of int16 only");
+  if (shape.products != Products::by_cpu && shape.kv == KvType::float32)
+    throw std::invalid_argument("products: a float32 cache has those of float32 only");
   if (isa == Isa::avx2) return kAttentionAvx2;
   const bool whole = shape.head_dim % kAmxDims == 0 && shape.value_dim() % kAmxDims == 0;
-  const bool tiles = isa == Isa::amx && whole && shape.products != Products::float32;
-  const bool floats = shape.products == Products::float32 || (shape.products == Products::by_cpu && !fast_bf16_dot());
-  if (!tiles) return floats ? kAttentionAvx512Floats : kAttentionAvx512;
+  const bool tiles = isa == Isa::amx && whole && shape.products != Products::int16;
+  const bool int16 = shape.products == Products::int16 || (shape.products == Products::by_cpu && !fast_bf16_dot());
+  if (!tiles) return int16 ? kAttentionAvx512Int16 : kAttentionAvx512;
   AttentionKernels kernels = kAttentionAvx512;
   kernels.chunk_bf16 = attend_chunk_amx;
   kernels.chunk_mixed = attend_chunk_mixed_amx;
@@ -66,16 +67,19 @@ PagedAttention::PagedAttention(WorkerPool& pool, AttentionShape shape, Isa isa)
       row_bytes_(element_bytes_ == 2 && !shape.float_rows ? 2 : 4),
       tile_bytes_(shape.kv == KvType::int8 ? kKvBlock * (shape.head_dim + 4)
                                            : element_bytes_ * kKvBlock * shape.head_dim),
+      made_bytes_(kKvBlock * (element_bytes_ * shape.head_dim + (int16_products() ? 4 : 0))),
       planes_(shape.latent > 0 ? 1 : 2),
       cache_bytes_(static_cast<size_t>(tile_bytes_ * planes_) * static_cast<size_t>(shape.kv_heads) *
                    static_cast<size_t>(shape.blocks) * static_cast<size_t>(shape.layers)),
       sinks_(static_cast<size_t>(shape.layers)) {
+  chunk_ = shape.kv == KvType::float32 ? kernels_.chunk_float
+           : int16_products()          ? (bf16_rows() ? kernels_.chunk_int16 : kernels_.chunk_int16_mixed)
+                                       : (bf16_rows() ? kernels_.chunk_bf16 : kernels_.chunk_mixed);
   scratch_floats_ = kTileRows * kScoreStride + part_floats(kTileRows) +
                     kWalkTiles * (kTileRows * shape_.head_dim + part_floats(kTileRows));
   scratch_ = Arena(static_cast<size_t>(scratch_floats_) * static_cast<size_t>(pool.threads()) * sizeof(float));
-  if (expands() || shape_.latent > 0) {
-    expanded_ = Arena(static_cast<size_t>(pool.threads() * 2 * kChunk * shape_.head_dim * element_bytes_));
-  }
+  if (makes_keys() || shape_.latent > 0)
+    made_ = Arena(static_cast<size_t>(pool.threads() * kChunk / kKvBlock * 2 * made_bytes_));
   // Mapped, not allocated: pages come as zeros when a block is first used.
   void* memory =
       mmap(nullptr, cache_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -240,24 +244,41 @@ PagedAttention::Span PagedAttention::span_of(int chunk, int64_t begin, int64_t s
   return {std::max(start, begin), std::min(start + kChunk, seen)};
 }
 
-// The item's tiles of a part of a chunk.
-void PagedAttention::expand(const Call& call, const WorkItem& item, Span span, int worker) {
-  if (!expands() && shape_.latent == 0) return;
+// The item's tiles of a part of a chunk, where they are not multiplied as they lie in the cache.
+void PagedAttention::make_tiles(const Call& call, const WorkItem& item, Span span, int worker) {
+  if (!makes_keys() && shape_.latent == 0) return;
   const Row& row = rows_[static_cast<size_t>(item.row)];
-  const int64_t elements = kKvBlock * shape_.head_dim;
+  const int dim = shape_.head_dim, limit = keys_limit();
   for (int64_t place = span.begin / kKvBlock; place * kKvBlock < span.end; ++place) {
-    const int64_t b = place % (kChunk / kKvBlock);
     const int32_t block = tables_[static_cast<size_t>(row.table + place)];
     const int count = static_cast<int>(std::min<int64_t>(kKvBlock, span.end - place * kKvBlock));
-    if (shape_.latent > 0) {
-      values_of_keys(kv_tile(call.cache, block, item.kv_head), count, expanded(worker, b));
-      continue;
+    const char* keys = kv_tile(call.cache, block, item.kv_head);
+    if ((place + 1) * kKvBlock < span.end) {
+      const char* next = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + place + 1)], item.kv_head);
+      for (int64_t i = 0; i < planes_ * tile_bytes_; i += 64) __builtin_prefetch(next + i);
     }
-    const auto* tile = reinterpret_cast<const int8_t*>(kv_tile(call.cache, block, item.kv_head));
-    auto* to = reinterpret_cast<uint16_t*>(expanded(worker, b));
-    kernels_.expand_keys(tile, count, to, shape_.head_dim);
-    kernels_.expand_values(tile + tile_bytes_, count, to + elements, shape_.head_dim);
+    char* to = made(worker, place);
+    auto* to16 = reinterpret_cast<int16_t*>(to);
+    if (int16_products() && shape_.kv == KvType::int8) {
+      kernels_.int16_of_int8(keys, to16, dim);
+      kernels_.int16_of_int8(keys + tile_bytes_, to16 + made_bytes_ / 2, dim);
+    } else if (int16_products()) {
+      kernels_.int16_keys(keys, limit, to16, dim);
+      if (shape_.latent == 0) kernels_.int16_values(keys + tile_bytes_, kValueLimit, to16 + made_bytes_ / 2, dim);
+    } else if (shape_.kv == KvType::int8) {
+      const auto* from = reinterpret_cast<const int8_t*>(keys);
+      kernels_.expand_keys(from, count, reinterpret_cast<uint16_t*>(to), dim);
+      kernels_.expand_values(from + tile_bytes_, count, reinterpret_cast<uint16_t*>(to + made_bytes_), dim);
+    }
+    if (shape_.latent == 0) continue;
+    values_of_keys(makes_keys() ? to : keys, count, to + made_bytes_);
+    if (int16_products())  // the scales lie behind the elements
+      std::memcpy(to + made_bytes_ + kKvBlock * 2 * shape_.latent, to + kKvBlock * 2 * dim, kKvBlock * sizeof(float));
   }
+}
+
+int PagedAttention::keys_limit() const {
+  return std::min(kValueLimit, static_cast<int>(std::sqrt(2147483647.0 / shape_.head_dim)));
 }
 
 void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, int worker,
@@ -270,12 +291,12 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   int limits[kTileRows], starts[kTileRows];
   const int positions = static_cast<int>(span.end - span.begin);
   for (int b = 0; b * kKvBlock < positions; ++b) {
-    const int64_t place = span.begin / kKvBlock + b, in_chunk = place % (kChunk / kKvBlock);
+    const int64_t place = span.begin / kKvBlock + b;
     const int32_t block = tables_[static_cast<size_t>(row.table + place)];
-    const char* keys = expands() ? expanded(worker, in_chunk) : kv_tile(call.cache, block, item.kv_head);
-    tiles[b] = keys;
-    values[b] = shape_.latent > 0 ? expanded(worker, in_chunk)
-                                  : keys + (expands() ? element_bytes_ * kKvBlock * shape_.head_dim : tile_bytes_);
+    const char* keys = kv_tile(call.cache, block, item.kv_head);
+    const char* made_keys = made(worker, place);
+    tiles[b] = makes_keys() ? made_keys : keys;
+    values[b] = makes_keys() || shape_.latent > 0 ? made_keys + made_bytes_ : keys + tile_bytes_;
   }
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = (tile.first_row + r) / group_;
@@ -299,18 +320,14 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   work.value_dim = shape_.value_dim();
   const double scale = shape_.scale != 0 ? shape_.scale : 1 / std::sqrt(static_cast<double>(shape_.head_dim));
   work.scale_log2 = static_cast<float>(1.4426950408889634 * scale);
+  work.query_limit = shape_.kv == KvType::int8 ? INT16_MAX : keys_limit();
   work.scores = scratch(worker);
   work.q_scratch = queries;
   work.q_ready = item.chunk < 0 && chunk > tile.first_chunk();
   work.sums = part;
   work.top = part + static_cast<int64_t>(tile.rows) * shape_.value_dim();
   work.total = work.top + tile.rows;
-  if (shape_.kv == KvType::int8 && !expands())
-    (bf16_rows() ? kernels_.chunk_int8 : kernels_.chunk_int8_float)(work);
-  else if (row_bytes_ != element_bytes_)
-    kernels_.chunk_mixed(work);
-  else
-    (element_bytes_ == 2 ? kernels_.chunk_bf16 : kernels_.chunk_float)(work);
+  chunk_(work);
 }
 
 // Joins a later chunk's part to the earlier ones; rows that see nothing of it are left alone.
@@ -349,7 +366,7 @@ void PagedAttention::attend(const Call& call, const WorkItem& item, int worker) 
   if (item.chunk < 0) return walk(call, item, worker);
   const Tile tile = tile_of(row, item.tile);
   float* queries = scratch(worker) + kTileRows * kScoreStride;
-  expand(call, item, span_of(item.chunk, tile.begin, tile.seen), worker);
+  make_tiles(call, item, span_of(item.chunk, tile.begin, tile.seen), worker);
   run_chunk(call, item, tile, item.chunk, worker, queries, partial(item.partial));
   if (pending_[static_cast<size_t>(item.unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
     join_last(call, item, tile);
@@ -365,7 +382,7 @@ void PagedAttention::walk(const Call& call, const WorkItem& item, int worker) {
   for (int t = 0; t < item.tiles; ++t) tiles[t] = tile_of(rows_[static_cast<size_t>(item.row)], item.tile + t);
   const int64_t begin = tiles[0].begin, seen = tiles[item.tiles - 1].seen;
   for (int chunk = tiles[0].first_chunk(); static_cast<int64_t>(chunk) * kChunk < seen; ++chunk) {
-    expand(call, item, span_of(chunk, begin, seen), worker);
+    make_tiles(call, item, span_of(chunk, begin, seen), worker);
     for (int t = 0; t < item.tiles; ++t) {
       const int place = chunk - tiles[t].first_chunk();
       if (place < 0 || place >= tiles[t].chunks()) continue;

@@ -10,9 +10,9 @@
 //   V tile:     [D/16][16/S][16 dims][S]                   d0: p0p1 | d1: p0p1 | ... d15: p0p1
 //                                                          d0: p2p3 | ...
 // An int8 cache has the elements of bf16's tiles in a byte each, and behind each tile a float32 scale of each of its
-// positions: a key's, or value's, largest magnitude of this head by 127. Kernels read these tiles, and multiply scores
-// and probabilities by the scales; under bf16 products a work item first makes bf16 tiles of a chunk, zeros where no
-// position is seen.
+// positions: a key's, or value's, largest magnitude of this head by 127. A work item first makes tiles of a chunk out
+// of it: int16 ones with these scales, or, under bf16 products, bf16 ones, zeros where no position is seen. Under int16
+// products it makes int16 tiles of a bf16 cache, too (attention_int16.hpp).
 //
 // Latent attention keeps one vector a position, whose first `latent` values are its value, too: a block is its K tile.
 // Before a work item multiplies values, it makes V tiles of the chunk out of the K tiles.
@@ -26,7 +26,7 @@
 // in the step, and chunks are joined in rising order: a row's bits are the same alone or in any batch.
 //
 //   few tiles (decode, small chunks):  one work item per (tile, chunk); the last to finish a tile joins its chunks
-//   many tiles (prefill):              one work item per group of up to 4 tiles, which walks their chunks itself: a
+//   many tiles (prefill):              one work item per group of up to 8 tiles, which walks their chunks itself: a
 //                                      chunk's K and V come from memory once for the group
 //
 // Under a window a tile's chunks begin with the one that its first row's window begins in, and that chunk with the pair
@@ -52,8 +52,8 @@ namespace ktserve {
 
 enum class KvType { float32, bf16, int8 };
 
-// What scores and values are multiplied as where AVX-512 does it; by_cpu: as is faster on this CPU.
-enum class Products { by_cpu, float32, bf16 };
+// What a bf16 or int8 cache is multiplied as where AVX-512 does it; by_cpu: as is faster on this CPU.
+enum class Products { by_cpu, int16, bf16 };
 
 struct AttentionShape {
   int layers = 0;
@@ -106,7 +106,7 @@ class PagedAttention {
   const char* cache() const { return cache_; }
   const AttentionShape& shape() const { return shape_; }
   bool bf16_rows() const { return row_bytes_ == 2; }
-  bool bf16_products() const { return shape_.kv != KvType::float32 && kernels_.bf16_products; }
+  bool int16_products() const { return shape_.kv != KvType::float32 && kernels_.int16_products(); }
 
  private:
   struct Row {
@@ -159,7 +159,7 @@ class PagedAttention {
   // The V tile of a K tile's first `latent` values; zeros beside an odd last position of the `count` seen.
   void values_of_keys(const char* keys, int count, char* values) const;
   static Span span_of(int chunk, int64_t begin, int64_t seen);
-  void expand(const Call& call, const WorkItem& item, Span span, int worker);
+  void make_tiles(const Call& call, const WorkItem& item, Span span, int worker);
   void attend(const Call& call, const WorkItem& item, int worker);
   void walk(const Call& call, const WorkItem& item, int worker);
   void run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, int worker, float* queries,
@@ -173,23 +173,26 @@ class PagedAttention {
   int64_t part_floats(int rows) const { return (static_cast<int64_t>(rows) * (shape_.value_dim() + 2) + 15) / 16 * 16; }
   // A worker's scratch: scores, a part; then per tile of a group: queries, a part. Aligned to cache lines.
   float* scratch(int worker) { return reinterpret_cast<float*>(scratch_.data()) + scratch_floats_ * worker; }
-  // Whether an int8 cache's tiles become bf16 ones before they are multiplied.
-  bool expands() const { return shape_.kv == KvType::int8 && kernels_.chunk_int8 == nullptr; }
-  // A worker's tiles of a chunk, those of its block b: bf16 ones of an int8 cache, V tiles of latents.
-  char* expanded(int worker, int64_t b) {
-    return reinterpret_cast<char*>(expanded_.data()) +
-           (worker * (kChunk / kKvBlock) + b) * 2 * element_bytes_ * kKvBlock * shape_.head_dim;
+  // Whether tiles of the cache become int16 or bf16 ones before they are multiplied.
+  bool makes_keys() const { return shape_.kv == KvType::int8 || int16_products(); }
+  int keys_limit() const;  // of int16 keys and queries: the largest magnitude whose scores fit int32
+  // What a worker has made of a block of the chunk: a K tile, behind it a V tile.
+  char* made(int worker, int64_t block) {
+    const int64_t in_chunk = block % (kChunk / kKvBlock);
+    return reinterpret_cast<char*>(made_.data()) + (worker * (kChunk / kKvBlock) + in_chunk) * 2 * made_bytes_;
   }
   float* partial(int64_t offset) { return reinterpret_cast<float*>(partials_.data()) + offset; }
 
   WorkerPool& pool_;
   AttentionShape shape_;
   AttentionKernels kernels_;
-  int group_;              // query heads of a kv head
-  int64_t element_bytes_;  // of the tiles that are multiplied
-  int64_t row_bytes_;      // of an element of q, k, v and out
-  int64_t tile_bytes_;     // of the cache's
-  int64_t planes_;         // tiles of a head in a block
+  void (*chunk_)(const ChunkWork&);  // the one of kernels_ that this cache and these rows take
+  int group_;                        // query heads of a kv head
+  int64_t element_bytes_;            // of the tiles that are multiplied
+  int64_t row_bytes_;                // of an element of q, k, v and out
+  int64_t tile_bytes_;               // of the cache's
+  int64_t made_bytes_;               // of a tile that a work item makes
+  int64_t planes_;                   // tiles of a head in a block
   size_t cache_bytes_;
   char* cache_;
   std::vector<std::vector<float>> sinks_;  // per layer [heads], as powers of two; empty: none
@@ -201,7 +204,7 @@ class PagedAttention {
   std::vector<Write> first_writes_;  // before any work item: of rows of several tiles
   Arena partials_;
   Arena scratch_;
-  Arena expanded_;
+  Arena made_;
   int64_t scratch_floats_;                 // of a worker
   std::vector<std::atomic<int>> pending_;  // per unit: chunks still to come
   std::vector<int> unit_chunks_;

@@ -3,6 +3,5 @@
 namespace ktserve {
 using namespace avx2;
 const AttentionKernels kAttentionAvx2 =
-    attention_table(false, attend_chunk<false, bf16, bf16>, attend_chunk<false, bf16, float>,
-                    attend_chunk_wide<int8_t, bf16>, attend_chunk_wide<int8_t, float>);
+    attention_table(nullptr, nullptr, attend_chunk_int16<bf16>, attend_chunk_int16<float>, nullptr, nullptr);
 }  // namespace ktserve

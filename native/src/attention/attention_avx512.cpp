@@ -3,8 +3,7 @@
 namespace ktserve {
 using namespace avx512;
 const AttentionKernels kAttentionAvx512 =
-    attention_table(true, attend_chunk<true, bf16, bf16>, attend_chunk<true, bf16, float>, nullptr, nullptr);
-const AttentionKernels kAttentionAvx512Floats =
-    attention_table(false, attend_chunk_floats<bf16>, attend_chunk_floats<float>, attend_chunk_wide<int8_t, bf16>,
-                    attend_chunk_wide<int8_t, float>);
+    attention_table(attend_chunk<bf16, bf16>, attend_chunk<bf16, float>, nullptr, nullptr, expand_keys, expand_values);
+const AttentionKernels kAttentionAvx512Int16 =
+    attention_table(nullptr, nullptr, attend_chunk_int16<bf16>, attend_chunk_int16<float>, nullptr, nullptr);
 }  // namespace ktserve

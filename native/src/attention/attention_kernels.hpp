@@ -12,11 +12,17 @@ inline constexpr int kTileRows = 32;          // (token, query head) rows of one
 inline constexpr int kMaxHeadDim = 576;       // of latent attention; else 256
 inline constexpr int kScoreStride = kChunk + 16;  // floats of scratch per row; no power of two, for the caches' sets
 
+// int16 products are added in int32: keys' magnitudes, and so queries', are at most keys_limit; those of values and the
+// sum of a chunk's probabilities (each rounded by 0.5) multiply to less than 2^31.
+inline constexpr int kValueLimit = 8191;
+inline constexpr int kProbabilitySum = 262000 - kChunk / 2;
+static_assert(int64_t{kValueLimit} * (kProbabilitySum + kChunk / 2) < (int64_t{1} << 31));
+
 // One tile of query rows against one chunk of positions of one kv head.
 struct ChunkWork {
   const void* const* tiles;   // per block of the chunk: its K tile
   const void* const* values;  // and its V tile
-  const void* const* q;       // per row: head_dim elements, of the cache's type or (chunk_mixed) floats
+  const void* const* q;       // per row: head_dim elements, bf16 or floats
   const int* limits;          // per row: how many positions of this chunk it may see, 0 .. positions
   const int* starts;          // and how many of these it may not, fewer than its limit or 0; null: none
   int rows;                   // 1 .. kTileRows
@@ -25,6 +31,7 @@ struct ChunkWork {
   int value_dim;     // head_dim, or less where values are a part of the keys
   float scale_log2;  // log2(e) times the scale of scores: the softmax works in powers of two
   float* scores;     // scratch: kTileRows x kScoreStride, 64-byte aligned as q_scratch
+  int query_limit;   // of int16 queries: the largest magnitude whose scores fit int32
   float* q_scratch;  // kTileRows x head_dim: queries in the type that is multiplied
   bool q_ready;      // q_scratch still holds these rows from an earlier chunk
   float* top;        // out, per row: the largest scaled score, -inf if the row sees nothing
@@ -39,11 +46,13 @@ static inline void mask_starts(const ChunkWork& w) {
     for (int p = 0; p < w.starts[r]; ++p) w.scores[r * kScoreStride + p] = -__builtin_inff();
 }
 
+// Of an element of the tiles and one of the queries.
 struct AttentionKernels {
-  bool bf16_products;  // of chunk_bf16 and chunk_mixed: queries and probabilities are rounded to bf16; else float32
-  void (*chunk_bf16)(const ChunkWork&);
-  void (*chunk_float)(const ChunkWork&);
-  void (*chunk_mixed)(const ChunkWork&);  // bf16 tiles, float queries
+  void (*chunk_float)(const ChunkWork&);        // float32, float32
+  void (*chunk_bf16)(const ChunkWork&);         // bf16, bf16; null where bf16 and int8 caches are multiplied as int16
+  void (*chunk_mixed)(const ChunkWork&);        // bf16, float32
+  void (*chunk_int16)(const ChunkWork&);        // int16 with scales (attention_int16.hpp), bf16; null elsewhere
+  void (*chunk_int16_mixed)(const ChunkWork&);  // int16, float32
   // (top, total, sums) of a row's later chunk joins those of the earlier ones.
   void (*merge)(float* top, float* total, float* sums, float top2, float total2, const float* sums2, int head_dim);
   void (*finish_bf16)(void* out, const float* sums, float total, int head_dim);
@@ -52,17 +61,20 @@ struct AttentionKernels {
   // A key or value to int8; its scale, NaN if a number is not finite.
   float (*quantise_bf16)(const void* from, int8_t* to, int head_dim);
   float (*quantise_float)(const void* from, int8_t* to, int head_dim);
-  // An int8 K or V tile with its scales to a bf16 tile, positions from `count` on to zeros.
+  // An int8 K or V tile with its scales to a bf16 tile, positions from `count` on to zeros; null beside int16 products.
   void (*expand_keys)(const int8_t* tile, int count, uint16_t* to, int head_dim);
   void (*expand_values)(const int8_t* tile, int count, uint16_t* to, int head_dim);
-  // int8 tiles as they lie in the cache, bf16 or float queries. Null: they are expanded first.
-  void (*chunk_int8)(const ChunkWork&);
-  void (*chunk_int8_float)(const ChunkWork&);
+  // A bf16 K or V tile, whose magnitudes are to become at most `limit`, or an int8 one, to an int16 tile with scales.
+  void (*int16_keys)(const void* tile, int limit, int16_t* to, int head_dim);
+  void (*int16_values)(const void* tile, int limit, int16_t* to, int head_dim);
+  void (*int16_of_int8)(const void* tile, int16_t* to, int head_dim);
+
+  bool int16_products() const { return chunk_bf16 == nullptr; }
 };
 
 extern const AttentionKernels kAttentionAvx2;
-extern const AttentionKernels kAttentionAvx512;        // of bf16 dot products
-extern const AttentionKernels kAttentionAvx512Floats;  // of float32 products
+extern const AttentionKernels kAttentionAvx512;       // of bf16 dot products
+extern const AttentionKernels kAttentionAvx512Int16;  // of int16 dot products
 
 // chunk_bf16 and chunk_mixed on tiles, for a head_dim that is a multiple of 32.
 inline constexpr int kAmxDims = 32;

@@ -1,7 +1,7 @@
 // What one instruction set gives to attention.cpp; included by attention_avx2.cpp and attention_avx512.cpp.
 #pragma once
 
-#include "attention/attention_wide.hpp"
+#include "attention/attention_int16.hpp"
 
 namespace ktserve::KT_SIMD {
 
@@ -31,24 +31,26 @@ inline void to_bf16(const float* from, uint16_t* to, int dim) {
 }
 
 using Chunk = void (*)(const ChunkWork&);
+using Expand = void (*)(const int8_t* tile, int count, uint16_t* to, int head_dim);
 
-// `bf16_products`: what the first two chunks multiply.
-constexpr AttentionKernels attention_table(bool bf16_products, Chunk of_bf16, Chunk mixed, Chunk int8,
-                                           Chunk int8_float) {
-  return {bf16_products,
+constexpr AttentionKernels attention_table(Chunk of_bf16, Chunk mixed, Chunk of_int16, Chunk int16_mixed, Expand keys,
+                                           Expand values) {
+  return {attend_chunk<float, float>,
           of_bf16,
-          attend_chunk<false, float, float>,
           mixed,
+          of_int16,
+          int16_mixed,
           merge_row,
           finish_row<bf16>,
           finish_row<float>,
           to_bf16,
           quantise<bf16>,
           quantise<float>,
-          expand_keys,
-          expand_values,
-          int8,
-          int8_float};
+          keys,
+          values,
+          int16_keys,
+          int16_values,
+          int16_of_int8};
 }
 
 }  // namespace ktserve::KT_SIMD

@@ -1,6 +1,5 @@
 // The products and the softmax of a chunk of paged attention, written once on sixteen-float vectors; included by
 // attention_table.hpp. S is 2 for bf16 (neighbours lie together, as a bf16 dot product wants them) and 1 for float32.
-// Products are of float32 (bf16 tiles are widened in registers), or, where Dot, bf16 dot products.
 //
 //   scores: a K tile [D/S][16 positions][S] is read front to back; lane = position, so nothing is summed across lanes
 //
@@ -36,10 +35,6 @@ constexpr int kValueBlocks = 4;
 template <class T>
 constexpr int kPack = sizeof(T) == 2 ? 2 : 1;
 
-// Whether queries and probabilities are bf16, under tiles of T.
-template <bool Dot, class T>
-constexpr bool kPacked = Dot && sizeof(T) == 2;
-
 inline void prefetch_tile(const void* p, int64_t bytes) {
   const char* c = static_cast<const char*>(p);
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(c + i, _MM_HINT_T0);
@@ -47,7 +42,7 @@ inline void prefetch_tile(const void* p, int64_t bytes) {
 
 // acc[r][n] += sum over `steps` of a_r[step] * tile_n[step], the tiles `steps` rows of 16 lanes x S.
 // Rows are broadcast: as floats (S per step), or as a pair of bf16 where the dot product takes them.
-template <bool Dot, class T, int R, int N>
+template <class T, int R, int N>
 inline void multiply(F16 (&acc)[R][N], const void* const (&rows)[R], const T* const (&tiles)[N], int steps) {
   constexpr int S = kPack<T>;
   for (int i = 0; i < steps; ++i) {
@@ -57,15 +52,6 @@ inline void multiply(F16 (&acc)[R][N], const void* const (&rows)[R], const T* co
       for (int r = 0; r < R; ++r) {
         const F16 x = set16(static_cast<const float*>(rows[r])[i]);
         for (int n = 0; n < N; ++n) acc[r][n] = fma(w[n], x, acc[r][n]);
-      }
-    } else if constexpr (!Dot) {
-      for (int n = 0; n < N; ++n) {
-        const Pair w = split16(tiles[n] + i * 32);
-        for (int r = 0; r < R; ++r) {
-          const float* x = static_cast<const float*>(rows[r]) + 2 * i;
-          acc[r][n] = fma(w.even, set16(x[0]), acc[r][n]);
-          acc[r][n] = fma(w.odd, set16(x[1]), acc[r][n]);
-        }
       }
     } else {
 #if defined(__AVX512BF16__) && KT_HAS_512
@@ -78,27 +64,27 @@ inline void multiply(F16 (&acc)[R][N], const void* const (&rows)[R], const T* co
         for (int n = 0; n < N; ++n) acc[r][n].v = _mm512_dpbf16_ps(acc[r][n].v, w[n], x);
       }
 #else
-      static_assert(!Dot, "this instruction set has no dot product of bf16");
+      static_assert(S == 1, "this instruction set has no dot product of bf16");
 #endif
     }
   }
 }
 
 // Of rows [row, row + R) and N blocks' K tiles.
-template <bool Dot, class T, int R, int N>
+template <class T, int R, int N>
 void score_tile(const ChunkWork& w, const void* const* q, int row, int block, const T* const (&tiles)[N]) {
   F16 acc[R][N];
   const void* rows[R];
   for (int r = 0; r < R; ++r) rows[r] = q[row + r];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) acc[r][n] = zero16();
-  multiply<Dot, T, R, N>(acc, rows, tiles, w.head_dim / kPack<T>);
+  multiply<T, R, N>(acc, rows, tiles, w.head_dim / kPack<T>);
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) store16(w.scores + (row + r) * kScoreStride + (block + n) * kKvBlock, acc[r][n]);
 }
 
 // values(b): where the V tile of block b has dimension `dim`.
-template <bool Dot, class T, int R, int N, class F>
+template <class T, int R, int N, class F>
 void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim, const F& values) {
   constexpr int S = kPack<T>;
   F16 acc[R][N];
@@ -110,10 +96,10 @@ void value_tile(const ChunkWork& w, int row, int block, int num_blocks, int dim,
     for (int n = 0; n < N; ++n) tiles[n] = values(b) + n * 16 * kKvBlock;
     for (int r = 0; r < R; ++r) {
       const char* p = reinterpret_cast<const char*>(w.scores + (row + r) * kScoreStride);
-      rows[r] = p + b * kKvBlock * (kPacked<Dot, T> ? 2 : 4);
+      rows[r] = p + b * kKvBlock * static_cast<int>(sizeof(T));
     }
     const int seen = static_cast<int>(least(kKvBlock, w.positions - b * kKvBlock));
-    multiply<Dot, T, R, N>(acc, rows, tiles, (seen + S - 1) / S);
+    multiply<T, R, N>(acc, rows, tiles, (seen + S - 1) / S);
   }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) store16(w.sums + (row + r) * w.value_dim + dim + n * 16, acc[r][n]);
@@ -136,10 +122,9 @@ inline F16 exp2_falling(F16 x) {
 }
 
 // One row's scores become 2^(scaled score - top), zero where it sees nothing, in place; as bf16 packed at the row's
-// front where Packed. What is summed is what will multiply v: the rounded probabilities. `Int8`: the values' scales,
-// scales(block), are multiplied in behind that.
-template <bool Packed, bool Int8, class F>
-void softmax_row(const ChunkWork& w, int row, int num_blocks, const F& scales) {
+// front where Packed. What is summed is what will multiply v: the rounded probabilities.
+template <bool Packed>
+void softmax_row(const ChunkWork& w, int row, int num_blocks) {
   float* scores = w.scores + row * kScoreStride;
   const int limit = w.limits[row], full = limit / kKvBlock, part = limit % kKvBlock;
   const float lowest = -__builtin_inff();
@@ -157,16 +142,11 @@ void softmax_row(const ChunkWork& w, int row, int num_blocks, const F& scales) {
       total = add(total, load16(packed));
     } else {
       total = add(total, p);
-      if constexpr (Int8) p = mul(p, scales(b));
       store16(scores + b * 16, p);
     }
   };
   for (int b = 0; b < full; ++b) put(b, power(b));
-  if (part > 0) {
-    put(full, keep_first(power(full), part, 0.0f));
-    // The scale of a position that nobody has written yet may be anything.
-    if constexpr (Int8) store16(scores + full * 16, keep_first(load16(scores + full * 16), part, 0.0f));
-  }
+  if (part > 0) put(full, keep_first(power(full), part, 0.0f));
   for (int b = full + (part > 0 ? 1 : 0); b < num_blocks; ++b) {
     if constexpr (Packed)
       store16(reinterpret_cast<bf16*>(scores) + b * 16, zero16());
@@ -178,21 +158,20 @@ void softmax_row(const ChunkWork& w, int row, int num_blocks, const F& scales) {
 }
 
 // tile(n): the K tile of block + n.
-template <bool Dot, class T, int R, class F>
+template <class T, int R, class F>
 void score_rows(const ChunkWork& w, const void* const* q, int row, int block, int count, const F& tile) {
   if constexpr (kBlocks == 2) {
-    if (count == 2) return score_tile<Dot, T, R, 2>(w, q, row, block, {tile(0), tile(1)});
+    if (count == 2) return score_tile<T, R, 2>(w, q, row, block, {tile(0), tile(1)});
   }
-  score_tile<Dot, T, R, 1>(w, q, row, block, {tile(0)});
+  score_tile<T, R, 1>(w, q, row, block, {tile(0)});
 }
 
-template <bool Dot, class T, int R>
+template <class T, int R>
 void value_rows(const ChunkWork& w, int row, int block, int count) {
   int dim = 0;
   const auto values = [&](int b) { return static_cast<const T*>(w.values[b]) + dim * kKvBlock; };
-  for (; dim + kDims * 16 <= w.value_dim; dim += kDims * 16)
-    value_tile<Dot, T, R, kDims>(w, row, block, count, dim, values);
-  if (dim < w.value_dim) value_tile<Dot, T, R, 1>(w, row, block, count, dim, values);
+  for (; dim + kDims * 16 <= w.value_dim; dim += kDims * 16) value_tile<T, R, kDims>(w, row, block, count, dim, values);
+  if (dim < w.value_dim) value_tile<T, R, 1>(w, row, block, count, dim, values);
 }
 
 // Calls f<R>(row) for R rows at a time, R = kRows and then what is left.
@@ -228,9 +207,9 @@ void find_queries(const ChunkWork& w, const void* (&q)[kTileRows]) {
 }
 
 // T: elements of the tiles. Q: of the queries.
-template <bool Dot, class T, class Q>
+template <class T, class Q>
 void attend_chunk(const ChunkWork& w) {
-  constexpr bool packed = kPacked<Dot, T>;
+  constexpr bool packed = kPack<T> == 2;
   const int num_blocks = (w.positions + kKvBlock - 1) / kKvBlock;
   const auto bytes_of = [](int dim) { return static_cast<int64_t>(dim) * kKvBlock * static_cast<int64_t>(sizeof(T)); };
   const int64_t tile_bytes = bytes_of(w.head_dim), value_bytes = bytes_of(w.value_dim);
@@ -242,17 +221,17 @@ void attend_chunk(const ChunkWork& w) {
     for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
       prefetch_tile(w.tiles[next], tile_bytes);
     const auto tile = [&](int n) { return static_cast<const T*>(w.tiles[b + n]); };
-    by_rows(w.rows, [&]<int R>(int row) { score_rows<Dot, T, R>(w, q, row, b, count, tile); });
+    by_rows(w.rows, [&]<int R>(int row) { score_rows<T, R>(w, q, row, b, count, tile); });
   }
   prefetch_tile(w.values[0], value_bytes);
   mask_starts(w);
-  for (int r = 0; r < w.rows; ++r) softmax_row<packed, false>(w, r, num_blocks, [](int) { return zero16(); });
+  for (int r = 0; r < w.rows; ++r) softmax_row<packed>(w, r, num_blocks);
   std::memset(w.sums, 0, sizeof(float) * static_cast<size_t>(w.rows) * static_cast<size_t>(w.value_dim));
   for (int b = 0; b < num_blocks; b += kValueBlocks) {
     const int count = static_cast<int>(least(kValueBlocks, num_blocks - b));
     for (int next = b + count; next < num_blocks && next < b + 2 * count; ++next)
       prefetch_tile(w.values[next], value_bytes);
-    by_rows(w.rows, [&]<int R>(int row) { value_rows<Dot, T, R>(w, row, b, count); });
+    by_rows(w.rows, [&]<int R>(int row) { value_rows<T, R>(w, row, b, count); });
   }
 }
 

@@ -22,9 +22,9 @@ static KvType kv_type(const std::string& name) {
 
 static Products products_of(const std::string& name) {
   if (name.empty()) return Products::by_cpu;
-  if (name == "float32") return Products::float32;
+  if (name == "int16") return Products::int16;
   if (name == "bfloat16") return Products::bf16;
-  throw std::invalid_argument("products: " + name + "; allowed are float32, bfloat16");
+  throw std::invalid_argument("products: " + name + "; allowed are int16, bfloat16");
 }
 
 // A block table: a buffer of int32, as array("i") is, in one copy; any other sequence number by number.
@@ -61,7 +61,7 @@ void bind_attention(nb::module_& module) {
           "isa"_a = "", "float_rows"_a = false, "products"_a = "", "latent"_a = 0, "scale"_a = 0.0f, "window"_a = 0,
           nb::keep_alive<1, 2>(),
           "kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a "
-          "float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. latent: "
+          "float32 cache. products: int16 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. latent: "
           "of "
           "a key, how many values are the value, which is then not kept again; 0: values are apart. scale: of scores, "
           "0: 1 / sqrt(head_dim). window: how many of the last positions a token sees, its own included; 0: all. "
@@ -72,7 +72,11 @@ void bind_attention(nb::module_& module) {
           "Of [layers, num_blocks, bytes of a block], as long as the object lives.")
       .def_prop_ro("tokens", &PagedAttention::tokens)
       .def_prop_ro(
-          "products", [](const PagedAttention& self) { return self.bf16_products() ? "bfloat16" : "float32"; },
+          "products",
+          [](const PagedAttention& self) {
+            if (self.shape().kv == KvType::float32) return "float32";
+            return self.int16_products() ? "int16" : "bfloat16";
+          },
           "What keys and values are multiplied as.")
       .def(
           "set_sinks",
