@@ -318,8 +318,8 @@ def test_what_is_rounded_of_float_rows(kernels: Kernels, head_dim: int) -> None:
 @given(data=st.data())
 def test_int16_products_keep_their_bound(kernels: Kernels, kv: torch.dtype, data: st.DataObject) -> None:
     """Against float64 attention over what the cache holds. Queries, keys and values are off by at most half of their
-    largest magnitude / limit, a chunk's probabilities by 256 halves of 1 / 32767 of their largest: no row is off by more
-    than these make together, whatever the numbers are; normal ones by 0.1% on average."""
+    largest magnitude / limit, a chunk's probabilities by 256 halves of 1 / 32767 of their largest: no row is off by
+    more than these make together, whatever the numbers are; normal ones by 0.1% on average."""
     group = data.draw(st.sampled_from([1, 3, 8]))
     shape = Shape(2 * group, 2, 16 * data.draw(st.integers(1, 16)), layers=1)
     shape.window = data.draw(st.sampled_from([None, 1, 40, 300]))
