@@ -432,7 +432,7 @@ class PagedAttention:
         window: int = 0,
     ) -> None:
         """
-        kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a float32 cache. products: float32 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. latent: of a key, how many values are the value, which is then not kept again; 0: values are apart. scale: of scores, 0: 1 / sqrt(head_dim). window: how many of the last positions a token sees, its own included; 0: all. ValueError for a shape that the kernels do not take.
+        kv: the cache, float32, bfloat16 or int8. q, k, v and out are bfloat16, but float32 with float_rows or a float32 cache. products: int16 or bfloat16 forces what a bfloat16 or int8 cache is multiplied as. latent: of a key, how many values are the value, which is then not kept again; 0: values are apart. scale: of scores, 0: 1 / sqrt(head_dim). window: how many of the last positions a token sees, its own included; 0: all. ValueError for a shape that the kernels do not take.
         """
 
     @property
