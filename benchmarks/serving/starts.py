@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shlex
 import statistics
 import sys
@@ -68,9 +69,9 @@ def started(model: str, flags: Sequence[str]) -> Iterator[Start]:
 
 
 def requests(count: int, length: int, seed: int) -> list[Any]:
-    """Prompts of tokens that no other has in this order."""
-    prompts = ([5 + (seed + 7919 * i + 31 * at) % 200 for at in range(length)] for i in range(count))
-    return [our_request(prompt, TOKENS, None) for prompt in prompts]
+    """Of drawn tokens, so that no prompt begins as one before it."""
+    rng = random.Random(seed)
+    return [our_request([rng.randrange(5, 1000) for _ in range(length)], TOKENS, None) for _ in range(count)]
 
 
 def _last(seen: Burst) -> float:

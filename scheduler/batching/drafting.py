@@ -13,7 +13,7 @@ from scheduler.plan import StepRow
 def add_drafts(core: Core, rows: list[StepRow], owed: int) -> None:
     """Into tokens and blocks that nobody else wants; `owed` blocks are wanted by others. Those that turn out not to be
     needed come back at once."""
-    if core.drafter is None or core.drafter.rests:
+    if core.drafter is None or not core.drafter.may_look_up:
         return
     blocks, config = core.blocks, core.config
     budget = min(config.max_num_batched_tokens - sum(row.num_tokens for row in rows), MOST_DRAFTS)

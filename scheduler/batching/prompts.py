@@ -60,7 +60,7 @@ class PromptBatch(Batch):
     def _startable(self) -> list[Request]:
         """Waiting requests for which there is a running slot: the first of each account that has one reserved, however
         long others have waited, then by rank. The other lane keeps a reserved slot for that request and leaves a long
-        prompt to this one: were another counted in its place, both lanes would wait for ever."""
+        prompt to this one; with another counted in its place the two lanes would deadlock."""
         free = max(0, self._free_running_slots)
         first: list[Request] = []
         others: list[Request] = []

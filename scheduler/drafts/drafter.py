@@ -56,12 +56,12 @@ class Drafter:
         self._chances = Chances()
         self._rests: dict[Request, _Rest] = {}
         self._clock = clock
-        self._time_left: float | None = None  # for look-ups, in seconds; None: before the first step
+        self._time_left: float | None = None  # for look-ups, in seconds; None: not counted, or before the first step
 
     @property
-    def rests(self) -> bool:
-        """Whether look-ups have taken more than their share of the steps' time and what their drafts have saved."""
-        return self._gain is not None and self._time_left is not None and self._time_left < 0
+    def may_look_up(self) -> bool:
+        """False while look-ups have taken more than their share of the steps' time and what their drafts have saved."""
+        return self._time_left is None or self._time_left >= 0
 
     def drafts(self, places: Sequence[Place], rows: int, *, mixed: bool) -> list[Sequence[int]]:
         """Of each place, for a step in which `rows` rows decode; `mixed`: beside prefill. A look-up costs time that a
@@ -115,6 +115,8 @@ class Drafter:
         most, saved = LOOK_UPS_MOST * seconds, 0.0
         if all(row.is_decode and row.samples for row in plan.rows):
             saved = self._gain.observe(len(plan.rows), plan.num_tokens - len(plan.rows), tokens, seconds)
+        if self._costly:  # what the model has proposed is there: nothing is looked up
+            return
         left = most if self._time_left is None else self._time_left
         self._time_left = min(most, left + LOOK_UPS * seconds + max(0.0, saved))
 

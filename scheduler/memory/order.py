@@ -1,7 +1,8 @@
 """In which order snapshots of states are evicted.
 
 The share of a kind of snapshots is that of them from which others have begun so far. The least recently used ones of
-all kinds are compared, and the one with the lowest share^2 / age is evicted, so that nothing stays for ever.
+all kinds are compared, and the one with the lowest share^2 / age is evicted, so that every snapshot
+ages out.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from engine.weights.tiled.layout import has_tiles
 from native import _native
 from tests.gpu.test_experts_kernels import tables
 from tests.native.blocks import QUANTISED
-from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, distinct, error, expected, lora
+from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, distinct, error, expected, lora, put
 
 SIZES = Sizes(E, K, H, I)
 GPU = torch.cuda.is_available()
@@ -127,11 +127,7 @@ def test_a_graph_serves_fewer_rows_and_other_adapters(kinds: tuple[str, str, str
         experts.run(b, table, slots, 0, b.out, lora=True)
     for rows, order in ((16, [2, 0]), (5, [1, 2, 0]), (1, [0])):
         want = batch(rows, BF16, seed=rows, slots=order)
-        for name in ("bsz", "ids", "weights", "slots", "hidden"):
-            there, here = getattr(b, name), getattr(want, name)
-            there[: len(here)].copy_(here)
-        b.ids[rows:] = 0
-        b.out.fill_(7)
+        put(b, want)
         graph.replay()
         assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < INTEGER_BOUND
         assert (b.out[rows:] == 7).all()

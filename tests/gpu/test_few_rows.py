@@ -12,7 +12,7 @@ from engine.experts.gpu.compute import GpuCompute
 from engine.experts.gpu.layout import ExpertLayout, Sizes
 from engine.weights.tiled.layout import Matrix, has_tiles, packed_formats
 from tests.gpu.test_experts_kernels import tables
-from tests.native.expert_layers import BF16, E, K, Layer, batch, error, expected
+from tests.native.expert_layers import BF16, E, K, Layer, batch, error, expected, put
 
 HOPPER_BYTES = 227 * 1024
 QWEN3, GPT_OSS, DEEPSEEK = Sizes(128, 8, 2048, 768), Sizes(128, 4, 2880, 2880), Sizes(256, 8, 7168, 2048)
@@ -91,11 +91,7 @@ def test_long_rows_in_a_graph(
         experts.run(b, table, slots, 0, b.out, lora=False)
     for rows in (4, 1, 3, 0):
         want = batch(rows, BF16, seed=rows, hidden=hidden)
-        for name in ("bsz", "ids", "weights", "slots", "hidden"):
-            there, here = getattr(b, name), getattr(want, name)
-            there[: len(here)].copy_(here)
-        b.ids[rows:] = 0
-        b.out.fill_(7)
+        put(b, want)
         graph.replay()
         if rows:
             assert error(b.out[:rows].cpu(), expected(layer, want, {})) < 0.025

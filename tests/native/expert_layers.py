@@ -122,6 +122,15 @@ def touched(backend: ExpertBackend) -> list[int]:
     return seen
 
 
+def put(there: ExpertBuffers, here: ExpertBuffers) -> None:
+    """A batch into buffers that a graph reads, which have at least its rows. `out` becomes 7."""
+    for name in ("bsz", "ids", "weights", "slots", "hidden"):
+        to, values = getattr(there, name), getattr(here, name)
+        to[: len(values)].copy_(values)
+    there.ids[int(here.bsz) :] = 0
+    there.out.fill_(7)
+
+
 def expected(layer: Layer, b: ExpertBuffers, adapters: dict[int, ExpertLora]) -> torch.Tensor:
     """float64, row by row."""
     rows = int(b.bsz)

@@ -188,7 +188,7 @@ def simulate_model(machine: Machine, text: Text, rows: int, each: float) -> tupl
     """(seconds of the steps, tokens a step, drafts made of a request) where a draft of all rows takes `each` of a step
     without any."""
     rng = random.Random(3)
-    scheduler = Scheduler(CONFIG, Drafter(Predicted(), 8, clock=lambda: 0.0))
+    scheduler = Scheduler(CONFIG, Drafter(Predicted(), 8))
     for i in range(rows):
         scheduler.add(make_request(str(i), [3 + i, 5], LENGTH), 0.0)
     total, steps, made = 0.0, 0, 0

@@ -169,7 +169,7 @@ def test_random_runs_use_both_lanes() -> None:
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), depth=st.sampled_from([0, 1]), tenants=st.sampled_from(["a", "ab"]))
 def test_a_step_of_long_prompts_has_enough_of_those_that_can_start(seed: int, depth: int, tenants: str) -> None:
-    """Prompts for which there is no running slot make no step worth it, and none of them waits for ever."""
+    """Prompts that have no running slot are not counted, and none of them starves."""
     rng = random.Random(seed)
     least = rng.choice([4, 7, 12])
     sizes = {"num_blocks": 400, "max_num_seqs": rng.choice([1, 2, 3]), "max_num_batched_tokens": 16}
