@@ -268,7 +268,10 @@ class EngineConfig:
         choices=("auto", "padded", "off"),
     )
     overlap: bool | None = option(
-        None, "launch step N+1 before N's tokens are read; default: on with a GPU, off with speculate", group="Batching"
+        None,
+        "launch step N+1 before N's tokens are read, unless drafts are expected to pay behind them; default: on with a "
+        "GPU, off with speculate mtp",
+        group="Batching",
     )
     speculate: str | None = option(
         None,

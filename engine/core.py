@@ -51,7 +51,8 @@ _TRAINING_S = 0.01  # at a time while nothing else is there; messages are looked
 class EngineCore:
     """Single-threaded but for adapter files and slots and blocks on disk, which threads of their own read and write.
 
-    `send` gets every message to the api, in order. `overlap`: step N+1 is launched before N is committed.
+    `send` gets every message to the api, in order. `overlap`: step N+1 is launched before N is committed, unless
+    drafts are to follow N's tokens.
     `read_bandwidth`: of the memory that experts lie in, in bytes a second, if it was measured. `expected`: tokens a
     second by name, for /metrics. `training_share`: of the time that the `tuner` may take while live requests run.
     `prompts`: runs the steps of the scheduler's lane of long prompts, beside those of `runner`.
@@ -92,6 +93,7 @@ class EngineCore:
         self._grammars = Grammars(runner.model.config.vocab_size, scheduler.config.eos_token_ids)
         self._in_flight: Launched | None = None
         self._schedule_s = 0.0
+        self._ended_s = 0.0  # when the last step that is not of the lane of long prompts was seen to have ended
         self._drain: tuple[int, float] | None = None  # call_id, when to give up
         self._steps = 0
         self._failed_steps = 0
@@ -182,14 +184,21 @@ class EngineCore:
             self.disk.take()
         self._emit(self.scheduler.expire(now), None)
         worked = self._tend_prompts()
+        before, self._in_flight = self._in_flight, None
+        waited = before is not None and self.scheduler.wants_tokens(before.plan)
+        if before and waited:
+            self._await(before)
+            self._commit(before)
+            before, worked, now = None, True, time.monotonic()
         plan = self.scheduler.schedule(now)
         self._schedule_s = time.monotonic() - now
         for load in self.scheduler.slot_loads():
             self.adapters.fill(load)
         if self.disk is not None:
             self.disk.start()
-        before, self._in_flight = self._in_flight, None
         launched = self._launch(plan) if plan else None
+        if launched and waited:
+            launched.launched_s = self._ended_s  # what lies between is the price of waiting
         if before:
             self._await(before)
             self._commit(before)
@@ -333,7 +342,10 @@ class EngineCore:
         self._emit(self.scheduler.commit(step.plan, tokens, now), step)
         self.scheduler.take_proposals(step.proposals)
         self._steps += 1
-        seconds = now - step.launched_s
+        # launched behind another one, it began when that one ended
+        seconds = now - (step.launched_s if step.plan.prompts else max(step.launched_s, self._ended_s))
+        if not step.plan.prompts:
+            self._ended_s = now
         self.scheduler.observe(step.plan, seconds, self._touched.add(step.experts_touched))
         if self.profiler:
             self.profiler.step(step, seconds, self._schedule_s)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from scheduler.batching.batch import Batch
+from scheduler.batching.drafting import drafts_follow
 from scheduler.batching.prompts import PromptBatch
 from scheduler.batching.shares import evicted
 from scheduler.config import SchedulerConfig
@@ -251,6 +252,11 @@ class Scheduler:
         if config.long_chunk is not None and plan.num_tokens >= config.long_chunk and not plan.rows[0].is_decode:
             return
         self._cost.observe(plan, seconds, experts)
+
+    def wants_tokens(self, plan: StepPlan) -> bool:
+        """Whether the next step is to be planned behind the tokens of the one in flight: drafts are checked there, or
+        are expected to pay behind its tokens."""
+        return any(row.drafts for row in plan.rows) or drafts_follow(self._core, plan)
 
     # ---- adapters
 

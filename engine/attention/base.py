@@ -78,6 +78,7 @@ class CacheBackend(ABC):
     """Owns what the layers that it was made for keep of sequences between steps."""
 
     captures: bool = False  # whether a padded batch's work may be captured in a CUDA graph
+    rows_share: bool = False  # whether rows may be of one sequence: all keys and values are written before any is read
     notes: tuple[str, ...] = ()  # logged at start: how it computes
 
     @abstractmethod

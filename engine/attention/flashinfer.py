@@ -125,7 +125,7 @@ class FlashInferAttention(AttentionBackend):
     not take, if it is not installed, or for `prefill` "fa3" where that cannot be had.
     """
 
-    captures = True
+    captures = rows_share = True
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class FlashInferLatentAttention(LatentBackend):
     `prefill`: fa2, fa3 (Hopper), or auto, for all rows. UserError for shapes and dtypes that flashinfer does not take,
     if it is not installed, or for "fa3" where that cannot be had."""
 
-    captures = True
+    captures = rows_share = True
 
     def __init__(
         self,

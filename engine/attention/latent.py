@@ -46,6 +46,8 @@ class ReferenceLatentAttention(LatentBackend):
     """What is kept of each of `layers`, all of one `spec`: a tensor [num_blocks, BLOCK_SIZE, width], bf16 or
     float32."""
 
+    rows_share = True
+
     def __init__(
         self, spec: Latent, layers: Sequence[int], num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:

@@ -48,6 +48,8 @@ class ReferenceAttention(AttentionBackend):
     """KV of each of `layers`, all of one `spec`: two tensors [num_blocks, BLOCK_SIZE, G, D]. Works on any
     device, bf16 or float32."""
 
+    rows_share = True
+
     def __init__(
         self, spec: GroupedQuery, layers: Sequence[int], num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:

@@ -38,7 +38,7 @@ from engine.memory.limits import cpu_memory
 from engine.messages import FromEngine, Planned, Ready
 from engine.model.beside import model_beside
 from engine.model.load import Backends, Loader, Progress
-from engine.planning.drafts import make_drafter
+from engine.planning.drafts import make_drafter, mtp_drafts, padded_rows
 from engine.planning.expected import MachineRates, expected_of, measure
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
 from engine.ranks.group import ALONE, Group
@@ -123,8 +123,6 @@ def _assemble(
         runner.notes.append(f"memory is read at {rates.read / 1e9:.1f} GB/s (--measure-bandwidth)")
     if expected is not None and (line := expected.line()):
         runner.notes.append(f"{line} (ktserve bench --quick URL measures them)")
-    if config.speculate and runner.padded is not None:
-        runner.notes.append("steps with draft tokens run without CUDA graphs")
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=plan.num_blocks,
@@ -207,7 +205,7 @@ def lane_tokens(lane: PromptLane) -> int:
 
 
 def _overlaps(config: EngineConfig, backends: Backends) -> bool:
-    return backends.device.type == "cuda" and config.speculate is None if config.overlap is None else config.overlap
+    return backends.device.type == "cuda" and not mtp_drafts(config) if config.overlap is None else config.overlap
 
 
 def load_runner(plan: EnginePlan, backends: Backends, group: Group, progress: Progress) -> ModelRunner:
@@ -216,9 +214,8 @@ def load_runner(plan: EnginePlan, backends: Backends, group: Group, progress: Pr
     model = Loader(plan.source, backends, plan.token_budget, group).model(progress)
     tracing = bool(config.profile_dir)
     urgent = plan.lane_blocker is None
-    runner = ModelRunner(
-        model, backends.device, config.seed, tracing, backends.pool, max_rows=config.max_num_seqs, urgent=urgent
-    )
+    rows = padded_rows(config, model.config)
+    runner = ModelRunner(model, backends.device, config.seed, tracing, backends.pool, max_rows=rows, urgent=urgent)
     runner.spare_cpus = backends.spare_cpus
     if plan.mtp_drafts:
         runner.proposals = Proposals(model, plan.mtp_drafts, config.max_num_seqs, plan.draft_blocks)
@@ -271,7 +268,7 @@ def pad_decode(runner: ModelRunner, plan: EnginePlan, decode: str, progress: Pro
     if decode == "off":
         return
     config = plan.config
-    padded = runner.pad_decode(config.max_num_seqs, config.max_adapter_slots, plan.num_blocks)
+    padded = runner.pad_decode(padded_rows(config, plan.source.config), config.max_adapter_slots, plan.num_blocks)
     if decode == "auto":
         with runner.computing():
             padded.capture(progress)

@@ -39,6 +39,7 @@ from engine.linear.reference import ReferenceLinearBackend
 from engine.model.load import Backends
 from engine.ops.base import Ops, TorchOps
 from engine.ops.gpu import GpuOps
+from engine.planning.drafts import padded_rows
 from engine.planning.placement import kt_method
 from engine.planning.plan import EnginePlan
 from engine.weights.tiled.packer import Packer
@@ -52,7 +53,7 @@ def gpu_backends(plan: EnginePlan) -> Backends:
     device = torch.device(placement.device)
     device = torch.device("cuda", device.index or 0)
     torch.cuda.set_device(device)  # kernels are launched on the current device
-    slots, rank, seqs = config.max_adapter_slots, config.max_adapter_rank, config.max_num_seqs
+    slots, rank, rows = config.max_adapter_slots, config.max_adapter_rank, padded_rows(config, model)
     experts_choice = next((c for name, c in placement.choices.items() if name.endswith(".mlp.experts")), None)
     expert_device = torch.device("cpu") if experts_choice and experts_choice.device == "cpu" else device
     sizes: dict[str, Any] = {"max_rows": plan.token_budget, "max_slots": slots, "max_rank": rank}
@@ -95,9 +96,9 @@ def gpu_backends(plan: EnginePlan) -> Backends:
     def in_kernels(spec: GroupedQuery | Latent | DeltaNet, layers: list[int]) -> CacheBackend:
         if isinstance(spec, DeltaNet):
             states = state_slots(plan)
-            return in_torch(spec, layers) if gpu_delta_limit(spec) else GpuDeltaNet(spec, layers, states, device, seqs)
+            return in_torch(spec, layers) if gpu_delta_limit(spec) else GpuDeltaNet(spec, layers, states, device, rows)
         prefill = placement.attention_option("prefill", "auto")
-        held = (layers, plan.cache_blocks, dtype, device, seqs, -(-plan.max_model_len // BLOCK_SIZE))
+        held = (layers, plan.cache_blocks, dtype, device, rows, -(-plan.max_model_len // BLOCK_SIZE))
         if isinstance(spec, Latent):
             return FlashInferLatentAttention(spec, *held, prefill=prefill)
         return FlashInferAttention(spec, *held, workspace=workspace(), kv_dtype=plan.precision.kv, prefill=prefill)

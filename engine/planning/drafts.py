@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from engine.architectures.config import ModelConfig
 from engine.config import EngineConfig
 from engine.errors import UserError
 from scheduler.drafts import Drafter, OwnText, Predicted, Proposer, RecentTexts
 
 MAX_DRAFTS = 32
+PADDED_DRAFTS = 32  # of a step: one that checks more is long beside its launches
 _MTP = "mtp"
 _PROPOSERS: dict[str, type[Proposer]] = {"ngram": OwnText, "suffix": RecentTexts, _MTP: Predicted}
 
@@ -23,10 +25,23 @@ def mtp_drafts(config: EngineConfig) -> int:
     return asked[1] if asked is not None and asked[0] == _MTP else 0
 
 
+def padded_rows(config: EngineConfig, model: ModelConfig) -> int:
+    """Rows of a padded decode step, at most: a token of each request and, where no layer keeps states, some drafts.
+    Raises UserError."""
+    drafts = 0 if model.delta_nets else max(0, kept_positions(config) - 1)
+    return config.max_num_seqs + min(config.max_num_seqs * drafts, PADDED_DRAFTS)
+
+
 def check_mtp(config: EngineConfig) -> None:
     """UserError for what drafts by such a layer cannot be had with."""
     if not mtp_drafts(config):
         return
+    if config.overlap:
+        raise UserError(
+            f"--speculate {config.speculate} with --overlap: the layer of multi-token prediction needs a step's tokens "
+            "before the next step; leave out --overlap",
+            "overlap",
+        )
     other = "leave it out, or have drafts from texts: --speculate suffix:K"
     if config.tensor_parallel > 1:
         raise UserError(
@@ -47,8 +62,6 @@ def make_drafter(config: EngineConfig) -> Drafter | None:
     asked = _asked(config)
     if asked is None:
         return None
-    if config.overlap:
-        raise UserError("--speculate needs each step's tokens before the next one: leave out --overlap", "overlap")
     kind, most, always = asked
     return Drafter(_PROPOSERS[kind](), most, always=always)
 

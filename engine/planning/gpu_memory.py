@@ -21,6 +21,7 @@ from engine.linear.gpu import slot_table_bytes
 from engine.memory.costs import TYPICAL_RANK
 from engine.memory.items import Item, Kind
 from engine.memory.limits import Memory
+from engine.planning.drafts import padded_rows
 
 _GRAPH_BYTES = 24 << 20  # of one CUDA graph: its nodes and its part of the shared pool
 _F32 = 4
@@ -40,7 +41,7 @@ def gpu_items(
 ) -> list[Item]:
     """Workspaces, CUDA graphs and the adapters' slot tables; pinned twins on the CPU."""
     name = _name(device)
-    sizes = len(bucket_sizes(config.max_num_seqs))
+    sizes = len(bucket_sizes(padded_rows(config, model)))
     items = []
     if attention == "flashinfer":
         arrays = plan_bytes(sizes, len(set(model.paged_attention)))

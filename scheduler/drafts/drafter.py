@@ -68,23 +68,35 @@ class Drafter:
         small model's step cannot spare: requests whose drafts are seldom right and not checked are looked at less."""
         if self._gain is None:
             return [self._proposer.propose(request, min(most, self._num_drafts)).tokens for request, most in places]
+        return self._choose(self._gain, places, rows, mixed, in_flight=0)
+
+    def follow(self, places: Sequence[Place], rows: int, *, mixed: bool) -> bool:
+        """Whether drafts of one of the places, each of which has a token in flight, are expected to pay behind it."""
+        return self._gain is None or any(self._choose(self._gain, places, rows, mixed, in_flight=1))
+
+    def _choose(
+        self, gain: Gain, places: Sequence[Place], rows: int, mixed: bool, in_flight: int
+    ) -> list[Sequence[int]]:
+        """The first `in_flight` tokens of each proposal stand for those that the engine is about to deliver."""
         began = self._clock()
-        chosen = self._choose(self._gain, places, rows, mixed)
+        chosen = self._chosen(gain, places, rows, mixed, in_flight)
         if self._time_left is not None:
             self._time_left -= self._clock() - began
         return chosen
 
-    def _choose(self, gain: Gain, places: Sequence[Place], rows: int, mixed: bool) -> list[Sequence[int]]:
+    def _chosen(
+        self, gain: Gain, places: Sequence[Place], rows: int, mixed: bool, in_flight: int
+    ) -> list[Sequence[int]]:
         chosen: list[Sequence[int]] = [()] * len(places)
         due = [i for i, (request, _) in enumerate(places) if len(request.output) >= self._rest(request).until]
         if not due:
             return chosen
         proposals, offers = [], []
         for request, most in (places[i] for i in due):
-            proposal = self._proposer.propose(request, min(most, self._num_drafts))
+            proposal = self._proposer.propose(request, min(most, self._num_drafts) + in_flight)
             self._chances.watch(request, proposal)
-            proposals.append(proposal.tokens)
-            offers.append(Offer(len(proposal.tokens), self._chances.of(request, proposal.matched)))
+            proposals.append(proposal.tokens[in_flight:])
+            offers.append(Offer(len(proposals[-1]), self._chances.of(request, proposal.matched)))
         counts = gain.choose(offers, rows, mixed=mixed)
         for i, tokens, offer, count in zip(due, proposals, offers, counts, strict=True):
             request = places[i].request

@@ -26,7 +26,7 @@ NOTHING = Proposal((), 0)
 
 
 class Proposer(Protocol):
-    """Asked for requests that decode and have no token in flight."""
+    """Asked for requests that decode."""
 
     def propose(self, request: Request, most: int) -> Proposal:
         """At most `most` tokens, at least 1, that may follow prompt and output."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -14,8 +15,10 @@ from demo.paths import demo_model
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.launch.null.build import build_null
+from engine.messages import Submit
 from engine.null import NullSettings, null_settings
 from loadtests.http import Server
+from scheduler.request import SamplingParams
 from testing.waiting import PATIENCE_S
 
 ANSWER = 12
@@ -84,3 +87,20 @@ def test_settings_of_what_is_not_there_are_refused() -> None:
         build_null(EngineConfig(model="null:", gguf=gguf, quantise="int8"), print)
     with pytest.raises(UserError, match="max_num_batched_tokens is 8, must be at least max_num_seqs"):
         build_null(EngineConfig(model="null:", gguf=gguf, max_num_batched_tokens=8), print)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_are_told_apart_in_time(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was launched while another one ran is not taken to have lasted as long as both."""
+    settings = EngineConfig(model="null:step_ms=5", gguf=str(demo_model()), overlap=overlap)
+    core, _ = build_null(settings, lambda message: None)
+    seconds: list[float] = []
+    monkeypatch.setattr(core.scheduler, "observe", lambda plan, taken, experts: seconds.append(taken))
+    core.handle(Submit(request_id="a", prompt=[5, 6], sampling=SamplingParams(max_tokens=30, ignore_eos=True)))
+    began = time.monotonic()
+    while core.busy:
+        core.step()
+    elapsed = time.monotonic() - began
+    core.close()
+    assert len(seconds) == 30
+    assert 0.14 <= sum(seconds) <= elapsed

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.messages import Finished, StopFound
+from engine.planning.drafts import PADDED_DRAFTS, check_mtp
 from engine.planning.plan import plan_engine
 from scheduler.request import ThinkingBudget
 from testing.harness import Harness
@@ -56,19 +57,22 @@ def requests(draw) -> list[tuple[list[int], dict]]:
 
 
 @BACKENDS
-@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     data=st.data(),
     shape=st.integers(0, 2),
     kind=st.sampled_from(["ngram", "suffix"]),
     k=st.integers(1, 8),
     budget=st.sampled_from([8, 64]),
+    overlap=st.booleans(),
+    graphs=st.sampled_from(["off", "padded"]),
 )
-def test_tokens_are_those_of_one_token_a_step(families, backend, data, shape, kind, k, budget):
+def test_tokens_are_those_of_one_token_a_step(families, backend, data, shape, kind, k, budget, overlap, graphs):
     asked = requests(data.draw)
     runs = []
     for speculate in (None, f"{kind}:{k}:always", f"{kind}:{k}"):
-        engine = families[shape].engine(speculate=speculate, max_num_seqs=4, max_num_batched_tokens=budget, **backend)
+        sizes = {"max_num_seqs": 4, "max_num_batched_tokens": budget}
+        engine = families[shape].engine(speculate=speculate, overlap=overlap, cuda_graphs=graphs, **sizes, **backend)
         rids = [engine.submit(prompt, **options) for prompt, options in asked]
         results = engine.run()
         runs.append([results[rid] for rid in rids])
@@ -142,6 +146,58 @@ def test_what_cannot_be_is_refused(folder, wrong):
         plan_engine(EngineConfig(model=str(folder), speculate=wrong))
 
 
-def test_it_excludes_overlap(folder):
+@pytest.mark.parametrize("always", ["", ":always"])
+def test_beside_overlap_steps_that_have_no_drafts_are_launched_ahead(folder, always, monkeypatch):
+    """Of a text that repeats itself steps wait for each other's tokens, of one that does not none does."""
+    steps, ahead = {}, {}
+    for overlap in (False, True):
+        for repeats in (True, False):
+            engine = Harness(folder, speculate=f"ngram:4{always}", overlap=overlap)
+            launched: list[bool] = []  # whether another step was in flight
+            launch, read, open_steps = engine.runner.launch_forward, engine.runner.tokens, []
+
+            def record(plan, masks, launch=launch, launched=launched, open_steps=open_steps):
+                launched.append(bool(open_steps))
+                open_steps.append(plan)
+                return launch(plan, masks)
+
+            def close(step, read=read, open_steps=open_steps):
+                open_steps.remove(step.plan)
+                return read(step)
+
+            monkeypatch.setattr(engine.runner, "launch_forward", record)
+            monkeypatch.setattr(engine.runner, "tokens", close)
+            allowed = {"allowed_token_ids": (9,)} if repeats else {"repetition_penalty": 2.0}
+            engine.generate([[3, 4, 5]], max_tokens=40, **allowed)
+            steps[overlap, repeats], ahead[overlap, repeats] = engine.core.stats()["steps"], sum(launched)
+            engine.close()
+    assert not ahead[False, True] and not ahead[False, False]
+    if always:
+        assert steps[True, True] <= steps[False, True] + 2 <= 20
+        assert ahead[True, True] <= 2  # before the last tokens, behind which no drafts are wanted
+    else:  # what drafts cost is measured
+        assert steps[True, True] < 40 and ahead[True, False] == steps[True, False] - 1 == 39
+
+
+def test_drafts_by_the_model_exclude_overlap(folder):
     with pytest.raises(UserError, match="leave out --overlap"):
-        plan_engine(EngineConfig(model=str(folder), speculate="ngram:2", overlap=True))
+        check_mtp(EngineConfig(model=str(folder), speculate="mtp:2", overlap=True))
+
+
+def test_steps_with_drafts_are_padded(folder, monkeypatch):
+    """Drafts are rows of their own; steps of more rows than the largest size are not padded."""
+    engine = Harness(folder, speculate="ngram:8:always", cuda_graphs="padded", max_num_seqs=6)
+    padded = engine.runner.padded
+    assert padded is not None and padded.buckets[-1] == 6 + PADDED_DRAFTS
+    seen, launch = [], padded.launch
+    monkeypatch.setattr(padded, "launch", lambda arrays: (seen.append(arrays.num_tokens), launch(arrays))[1])
+    plans, forward = [], engine.runner.launch_forward
+    monkeypatch.setattr(
+        engine.runner, "launch_forward", lambda plan, masks: (plans.append(plan), forward(plan, masks))[1]
+    )
+    engine.generate([[3 + i, 4, 5] for i in range(6)], max_tokens=24, allowed_token_ids=(9,))
+    decodes = [plan for plan in plans if plan.num_decodes == len(plan.rows)]
+    assert seen == [plan.num_tokens for plan in decodes if plan.num_tokens <= padded.buckets[-1]]
+    assert any(len(plan.rows) < plan.num_tokens <= padded.buckets[-1] for plan in decodes)
+    assert any(plan.num_tokens > padded.buckets[-1] for plan in decodes)
+    engine.close()

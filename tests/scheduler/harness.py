@@ -228,6 +228,7 @@ class FakeEngine:
         self.in_flight: deque[tuple[StepPlan, list[list[int]], list[int]]] = deque()
         self.prompts: tuple[StepPlan, list[list[int]], dict[int, list[int]]] | None = None  # with the blocks it makes
         self.lane_steps = random.Random(config.num_blocks)
+        self.drawn = random.Random(config.num_blocks)  # whether tokens that the scheduler wants first are waited for
         self.num_prompt_steps = 0
         self.device_tokens: dict[tuple[Request, int], int] = {}
         self.events: list[Event] = []
@@ -274,6 +275,9 @@ class FakeEngine:
         """Schedule and launch; then commit what depth leaves no room for."""
         if self.prompts is not None and self.lane_steps.random() < 0.3:
             self.commit_prompts()
+        if self.in_flight and self.drawn.random() < 0.7 and self.scheduler.wants_tokens(self.in_flight[-1][0]):
+            while self.in_flight:
+                self.commit()
         plan = self.schedule()
         if plan is None and self.prompts is not None:
             self.commit_prompts()

@@ -2,6 +2,7 @@
 
     rows 1 2 3 4 5 | pad pad pad    bucket 8: five valid rows (bsz), three write to a scratch block and are ignored
 
+Drafts are rows of their own, which read the same blocks as the token before them, one position more.
 Everything that differs from step to step lies in arrays at fixed addresses (`PaddedInputs`), which one copy fills.
 Two families of graphs: base only, and with adapters. The second may be replayed for any mix of adapters.
 """
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.attention.base import BatchLayout
@@ -70,6 +72,7 @@ class PaddedDecode:
         self._executor = executor
         self._scratch = array("i", [scratch_block])
         self._tracing = tracing
+        self._takes_drafts = all(attention.rows_share for attention in model.attention_backends)
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._pool: Any = None
 
@@ -78,11 +81,13 @@ class PaddedDecode:
         return [False, True] if self.inputs.adapter_slots else [False]
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether every row brings one token and samples, none has drafts to put into its state first, and no adapter
-        has MLPs of its own (never captured)."""
-        if not 1 <= len(plan.rows) <= self.buckets[-1]:
+        """Whether every row samples after each of its tokens, none has drafts to put into its state first, and no
+        adapter has MLPs of its own (never captured)."""
+        if not 1 <= plan.num_tokens <= self.buckets[-1]:
             return False
-        if not plan.single or (self.model.keeps_states and any(row.state.replayed for row in plan.rows if row.state)):
+        if not plan.single and not (self._takes_drafts and all(row.num_samples == row.num_tokens for row in plan.rows)):
+            return False
+        if self.model.keeps_states and any(row.state.replayed for row in plan.rows if row.state):
             return False
         apart = self.model.slots_with_extra_mlps
         return not apart or apart.isdisjoint([row.adapter_slot for row in plan.rows])
@@ -151,11 +156,14 @@ class PaddedDecode:
         return LoraBatch(i["slots"][:bucket], Groups.of(step.adapters).tokens(self.model.device), segments)
 
     def _layout(self, step: StepArrays, bucket: int) -> BatchLayout:
-        padding = bucket - step.num_tokens
+        padding, tables = bucket - step.num_tokens, step.block_tables
+        if not step.single:
+            lengths = np.diff(step.row_starts).tolist()
+            tables = [table for table, tokens in zip(tables, lengths, strict=True) for _ in range(tokens)]
         return BatchLayout(
             row_starts=list(range(bucket + 1)),
-            context_lens=step.context_lens.tolist() + [1] * padding,
-            block_tables=[*step.block_tables, *[self._scratch] * padding],
+            context_lens=(step.positions + 1).tolist() + [1] * padding,
+            block_tables=[*tables, *[self._scratch] * padding],
             positions=self.inputs["positions"][:bucket],
             slot_mapping=self.inputs["slot_mapping"][:bucket],
             padded=True,
