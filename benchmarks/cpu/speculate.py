@@ -1,6 +1,6 @@
 """Decode with draft tokens looked up in texts, as many as pay (`--speculate ngram:8`), all there are, and none.
 
-    python -m benchmarks.cpu.speculate [--model FILE] [--streams 1,8] [--tokens 128] [--turns 3]
+    python -m benchmarks.cpu.speculate [--model FILE] [--streams 1,8] [--turns 3] [--serve="--device cpu"]
 
 Two kinds of prompts: "repetitive", lines that differ in little, which the model goes on with, and "other", a task in
 words. Engines are built as `ktserve serve` builds them and serve all turns, in one order and the other; greedy, prompts
@@ -11,13 +11,16 @@ medians: tokens a second while decoding, the share of drafts that was accepted, 
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from api.text.tokenizer import load_tokenizer
+from benchmarks.gpu.served import served_config
 from demo.paths import demo_model
-from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.launch.assemble import assemble
 from engine.messages import Failed, FromEngine, Refused, Submit, Tokens
@@ -31,8 +34,9 @@ _TEXTS = {
 
 
 class Engine:
-    def __init__(self, model: Path, speculate: str | None, streams: int) -> None:
-        config = EngineConfig(model=str(model), speculate=speculate, max_num_seqs=streams, prefix_caching=False)
+    def __init__(self, model: Path, speculate: str | None, streams: int, flags: Sequence[str]) -> None:
+        config = served_config(model, flags)
+        config = replace(config, speculate=speculate, max_num_seqs=streams, prefix_caching=False)
         self.core: EngineCore = assemble(plan_engine(config), self._take, lambda *_: None)
         self._seen: dict[str, int] = {}  # tokens by request
         self._next = 0
@@ -74,6 +78,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--settings", default="none,ngram:8,suffix:8,ngram:4:always", help="values of --speculate")
+    parser.add_argument("--serve", type=shlex.split, default=[], help="flags of `ktserve serve`, in one argument")
     args = parser.parse_args()
     model = args.model or demo_model()
     tokenizer = load_tokenizer(model)
@@ -81,7 +86,7 @@ def main() -> None:
     for streams in map(int, args.streams.split(",")):
         runs: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
         names = args.settings.split(",")
-        engines = {name: Engine(model, None if name == "none" else name, streams) for name in names}
+        engines = {name: Engine(model, None if name == "none" else name, streams, args.serve) for name in names}
         for turn in range(args.turns):
             for speculate in names if turn % 2 else reversed(names):
                 engine = engines[speculate]

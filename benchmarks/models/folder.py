@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from benchmarks.models.configs import QWEN3_30B_A3B
 from engine.architectures.registry import config_from_hf
 from engine.weights.layout import expert_shape, tensors
+
+_WRITERS = 8  # threads
 
 Tensors = dict[str, tuple[tuple[int, ...], NDArray[np.uint8]]]
 
@@ -55,8 +58,10 @@ def write_described(folder: Path, described: Mapping[str, Any]) -> Path:
             name = f"model.layers.{number}.mlp.experts.{part}_proj"
             files[str(number)][name] = draw(config.num_experts, *expert_shape(config, part))
     places: dict[str, str] = {}
+    with ThreadPoolExecutor(_WRITERS) as writers:
+        paths = [folder / f"model-{layer}.safetensors" for layer in files]
+        list(writers.map(_write, paths, files.values()))
     for layer, held in files.items():
-        _write(folder / f"model-{layer}.safetensors", held)
         places |= dict.fromkeys(held, f"model-{layer}.safetensors")
     (folder / "config.json").write_text(text)
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))

@@ -125,6 +125,25 @@ def test_graphs_equal_plain_launches(family, names, experts):
         assert agree(family.merged[name], prompt, greedy(family.merged[name], prompt, 24)[0], on)
 
 
+@pytest.mark.parametrize("experts", ["native", "gpu"])
+def test_drafts_are_rows_of_a_graph(family, monkeypatch, experts):
+    """Beside adapters, with and without steps launched ahead."""
+    names, asked = [None, "adapter-0", "adapter-2"], [prompt * 3 for prompt in prompts(1, [3, 9, 20])]
+    for overlap in (False, True):
+        config = {"max_num_seqs": 4, "expert_backend": experts, "speculate": "ngram:4:always", "overlap": overlap}
+        engine = family.engine(**(GPU | config))
+        padded, steps = engine.runner.padded, []
+        launch = padded.launch
+        monkeypatch.setattr(
+            padded, "launch", lambda arrays, launch=launch, steps=steps: (steps.append(arrays), launch(arrays))[1]
+        )
+        got = engine.generate(asked, names, max_tokens=24)
+        engine.close()
+        assert any(not arrays.single for arrays in steps)
+        for name, prompt, tokens in zip(names, asked, got, strict=True):
+            assert agree(family.merged[name], prompt, greedy(family.merged[name], prompt, 24)[0], tokens)
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_base_weights_are_read_once_per_expert_and_step(family, monkeypatch, count):
     """Whatever the number of adapters, counted by the kernels' own tables. 16 rows of an expert fit one block."""
