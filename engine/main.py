@@ -86,6 +86,7 @@ def _run(args: argparse.Namespace, config: EngineConfig, make_tuner: MakeTuner |
 
 
 def _serve(config: EngineConfig, address: str, heartbeat: str, make_tuner: MakeTuner | None) -> int:
+    from engine.launch.context import begin_context
     from engine.launch.process import EngineProcess
     from engine.weights.ahead import read_ahead
 
@@ -98,6 +99,7 @@ def _serve(config: EngineConfig, address: str, heartbeat: str, make_tuner: MakeT
             return build_null(config, args[1])
 
         mapped = read_ahead(config)
+        begin_context(config)
         try:
             build = _imported()
             core, ready = build(*args, mapped)

@@ -193,6 +193,9 @@ class PlannedMemory(msgspec.Struct, frozen=True):
     items: list[PlannedItem]
 
 
+ATTENTION_STAGE = "Attention kernels"  # of `Loading`: kernels that no start before has compiled are
+
+
 class Loading(_Message, frozen=True):
     """Progress while the model loads: shown as a bar."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from engine.config import EngineConfig
 from engine.errors import UserError
 from engine.files.json_file import read_json
 from engine.files.regular import elsewhere
-from engine.messages import Loading, Planned, Ready
+from engine.messages import ATTENTION_STAGE, Loading, Planned, Ready
 from engine.null import is_null
 
+_SLOW_S = 3.0  # a stage that stands still so long is explained
+_SLOW = {ATTENTION_STAGE: "kernels that are not in flashinfer's cache are compiled, a few minutes at the first start"}
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -100,15 +103,18 @@ class LoadingBar:
         )
         self._console = console
         self._tasks: dict[str, TaskID] = {}
+        self._explain: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> LoadingBar:
         self._progress.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._wait_on(None)
         self._progress.stop()
 
     def update(self, loading: Loading) -> None:
+        self._wait_on(None if loading.done else _SLOW.get(loading.stage))
         if loading.stage not in self._tasks:
             self._tasks[loading.stage] = self._progress.add_task(loading.stage, total=loading.total)
         if loading.done:
@@ -116,6 +122,14 @@ class LoadingBar:
         else:
             self._say(f"{loading.stage} ...")
         self._progress.update(self._tasks[loading.stage], completed=loading.done, total=loading.total)
+
+    def _wait_on(self, why: str | None) -> None:
+        """Say why the stage takes so long if nothing comes after it meanwhile; None: it goes on."""
+        if self._explain is not None:
+            self._explain.cancel()
+        self._explain = None
+        if why is not None:
+            self._explain = asyncio.get_running_loop().call_later(_SLOW_S, say, self._console, [why])
 
     def _say(self, line: str) -> None:
         if not self._console.is_terminal:

@@ -35,7 +35,7 @@ from engine.lora.loader import AdapterReader
 from engine.lora.reader_process import ReaderProcesses
 from engine.memory.idle import IdleMemory
 from engine.memory.limits import cpu_memory
-from engine.messages import FromEngine, Planned, Ready
+from engine.messages import ATTENTION_STAGE, FromEngine, Planned, Ready
 from engine.model.beside import model_beside
 from engine.model.load import Backends, Loader, Progress
 from engine.planning.drafts import make_drafter, mtp_drafts, padded_rows
@@ -91,11 +91,10 @@ def _assemble(
     backends = make_backends(plan, mapped)
     store = KvStore(plan.kv_disk) if plan.kv_disk is not None else None
     if "flashinfer" in plan.placement.used(".self_attn"):
-        stage = "Attention kernels (what is not in flashinfer's cache is compiled, a few minutes)"
-        progress(stage, 0, 1)
+        progress(ATTENTION_STAGE, 0, 1)
         for layer in range(len(model_config.layers)):
             backends.attention(layer)
-        progress(stage, 1, 1)
+        progress(ATTENTION_STAGE, 1, 1)
     runner = load_runner(plan, backends, leader or ALONE, progress)
     model, runner.leader = runner.model, leader
     if leader is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import io
 import json
@@ -20,11 +21,12 @@ import pytest
 import yaml
 from rich.console import Console
 
+from api.cli import launch
 from api.cli import main as command_line
 from api.cli.launch import LoadingBar
 from api.config import ServeConfig
 from engine.config import EngineConfig
-from engine.messages import Loading
+from engine.messages import ATTENTION_STAGE, Loading
 from ktserve.settings import settings_of
 from testing import forked
 from testing.waiting import PATIENCE_S
@@ -298,6 +300,24 @@ def test_each_layer_is_a_line_where_there_is_no_terminal() -> None:
             bar.update(Loading(stage="Loading layers", done=done, total=3))
     lines = written.getvalue().splitlines()
     assert lines == ["Loading layers ...", *(f"Loading layers: {done} of 3" for done in (1, 2, 3))]
+
+
+def test_only_a_stage_that_stands_still_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def written(moves: bool) -> list[str]:
+        output = io.StringIO()
+        with LoadingBar(Console(file=output)) as bar:
+            bar.update(Loading(stage=ATTENTION_STAGE, done=0, total=1))
+            if moves:
+                bar.update(Loading(stage=ATTENTION_STAGE, done=1, total=1))
+            told = asyncio.Event()
+            asyncio.get_running_loop().call_later(launch._SLOW_S, told.set)  # behind what the bar waits for
+            await told.wait()
+        return output.getvalue().splitlines()
+
+    monkeypatch.setattr(launch, "_SLOW_S", 0.01)
+    still, moving = asyncio.run(written(False)), asyncio.run(written(True))
+    assert moving == ["Attention kernels ...", "Attention kernels: 1 of 1"]
+    assert still[0] == moving[0] and "flashinfer's cache" in still[1]
 
 
 def test_the_engine_starts_before_what_a_server_is_made_of_is_imported() -> None:

@@ -212,7 +212,7 @@ def test_calls_come_in_order_and_few_at_a_time(count: int, most: int, fails: int
 def test_what_is_held_does_not_grow_with_the_tensors() -> None:
     """Buffers of a piece each, twice as many as are read ahead; of bytes that must be made, a few tensors' ahead."""
     sizes = []
-    with pieces_of(1 << 10):
+    with pieces_of(1 << 8):  # numbers are read four times as many at a time
         for rows in (64, 512):
             raw = raw_blocks("BF16", rows, 1024, 0)
             staging = Staging(CPU)

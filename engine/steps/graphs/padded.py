@@ -122,7 +122,7 @@ class PaddedDecode:
     def _capture(self, bucket: int, lora: bool) -> _Captured:
         nothing, device = StepArrays.of(StepPlan(0, [], []), {}), self.model.device
         self.inputs.fill(nothing, 0)
-        for _ in range(2):  # kernels are compiled, workspaces are allocated
+        for _ in range(1 if self._graphs else 2):  # kernels are compiled, workspaces are allocated
             self.model.begin_step(0, lora=lora, eager=False)
             self.model.plan(self._layout(nothing, bucket))
             self._run(nothing, bucket, lora)
