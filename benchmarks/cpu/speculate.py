@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from api.text.tokenizer import load_tokenizer
-from benchmarks.gpu.served import served_config
+from benchmarks.settings import served_config
 from demo.paths import demo_model
 from engine.core import EngineCore
 from engine.launch.assemble import assemble

@@ -36,9 +36,10 @@ from typing import Any
 import torch
 
 from benchmarks import record
-from benchmarks.gpu.served import Served, served_config
+from benchmarks.gpu.served import Served
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import DRY, LORA_RANK, expert_bytes, random_lora, random_values
+from benchmarks.settings import served_config
 from engine.architectures.config import ModelConfig
 from engine.attention.base import BLOCK_SIZE
 from engine.attention.flashinfer import FlashInferAttention

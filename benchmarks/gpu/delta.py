@@ -28,9 +28,10 @@ import torch
 from benchmarks import record
 from benchmarks.gpu.decode import AHEAD, Bench
 from benchmarks.gpu.hbm import copied_bytes_per_s, sheet_bytes_per_s, timed
-from benchmarks.gpu.served import Served, served_config
+from benchmarks.gpu.served import Served
 from benchmarks.models.configs import QWEN3_5_35B_A3B
 from benchmarks.models.folder import write_folder
+from benchmarks.settings import served_config
 from engine.attention.base import BLOCK_SIZE, BatchLayout
 from engine.attention.delta import DeltaBackend, DeltaInputs
 from engine.model.delta import DeltaNetAttention

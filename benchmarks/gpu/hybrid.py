@@ -31,9 +31,10 @@ from typing import Any
 import torch
 
 from benchmarks import record
-from benchmarks.gpu.served import Served, served_config
+from benchmarks.gpu.served import Served
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import DRY
+from benchmarks.settings import served_config
 from engine.experts.base import ExpertBackend, ExpertBuffers, ExpertTask
 from engine.experts.capabilities import ExpertPlaces
 from engine.experts.stream import on_stream

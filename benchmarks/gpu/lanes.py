@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from benchmarks import record
-from benchmarks.gpu.served import Served, served_config
+from benchmarks.gpu.served import Served
 from benchmarks.models.configs import QWEN3_30B_A3B
 from benchmarks.models.folder import write_folder
+from benchmarks.settings import served_config
 from engine.messages import Abort
 
 STREAMS = 8

@@ -32,10 +32,11 @@ import torch
 from benchmarks import record
 from benchmarks.gpu.decode import AHEAD, SECONDS, Bench, measure, read_bandwidth
 from benchmarks.gpu.hbm import copied_bytes_per_s, sheet_bytes_per_s
-from benchmarks.gpu.served import BEHIND, Served, served_config
+from benchmarks.gpu.served import BEHIND, Served
 from benchmarks.models.configs import DEEPSEEK_V3
 from benchmarks.models.folder import write_described
 from benchmarks.models.random import expert_bytes
+from benchmarks.settings import served_config
 from engine.architectures.parts.mla import Latent
 from engine.architectures.parts.rotation import Rotation
 from engine.attention.base import BLOCK_SIZE, AttentionBackend, BatchLayout

@@ -38,11 +38,12 @@ import torch
 import rules
 from benchmarks import record
 from benchmarks.cpu.state import describe_machine, versions
-from benchmarks.gpu.served import Served, served_config
+from benchmarks.gpu.served import Served
 from benchmarks.models.make import TYPES, made_model
 from benchmarks.models.shapes import Shape
 from benchmarks.peers.kt import spare_threads
 from benchmarks.peers.llamacpp import Flags, Peer, PeerError
+from benchmarks.settings import served_config
 from engine.errors import UserError
 
 PLACEMENTS = ("whole", "half", "layers", "cpu")

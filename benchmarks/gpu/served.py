@@ -29,31 +29,22 @@ from typing import Any
 
 import torch
 
-from api.cli.options import Parser, add_flags, resolve
-from api.config import ServeConfig
 from benchmarks import record
 from benchmarks.client import Burst, burst, our_request, our_server
 from benchmarks.models.configs import QWEN3_30B_A3B
 from benchmarks.models.folder import write_folder
+from benchmarks.settings import served_config
 from engine.config import EngineConfig
 from engine.device import Arrival
 from engine.launch.assemble import build
 from engine.launch.process import THREADS_S
 from engine.messages import Abort, Failed, FromEngine, MessageBatch, Refused, Submit, Tokens, encode
-from ktserve.settings import settings_of
 from scheduler.request import SamplingParams
 
 CONTEXT = 512  # tokens of a stream's prompt
 STREAMS = 8  # that run when the long prompt comes
 OUTPUT = 128  # tokens of a stream through HTTP
 BEHIND = 32  # tokens behind a long prompt
-
-
-def served_config(model: Path, flags: Sequence[str]) -> EngineConfig:
-    """What `ktserve serve MODEL FLAGS` gives its engine."""
-    parser = Parser()
-    add_flags(parser, settings_of(EngineConfig) + settings_of(ServeConfig))
-    return resolve(parser.parse_args(["--model", str(model), *flags]), {})[0]
 
 
 class Served:

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks import record
-from benchmarks.gpu.served import Served, served_config
+from benchmarks.gpu.served import Served
 from benchmarks.models.folder import write_folder
+from benchmarks.settings import served_config
 from engine.experts.base import ExpertTask
 from engine.experts.streamed.backend import StreamedExperts
 from testing.harness import model_runner

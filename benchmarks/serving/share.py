@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.client import burst, our_request, our_server
-from benchmarks.gpu.served import Served, served_config, steady_tok_s
+from benchmarks.gpu.served import Served, steady_tok_s
+from benchmarks.settings import served_config
 
 BOUND = 0.95
 

@@ -16,10 +16,11 @@ from benchmarks.client import Burst
 from benchmarks.gpu import hybrid, timeline
 from benchmarks.gpu import run as bench_gpu
 from benchmarks.gpu.run import PARTS, Part, command, parse, run
-from benchmarks.gpu.served import Served, served_config, steady_tok_s
+from benchmarks.gpu.served import Served, steady_tok_s
 from benchmarks.gpu.tests import run as run_tests
 from benchmarks.models.folder import write_folder
 from benchmarks.models.random import DRY
+from benchmarks.settings import served_config
 from engine.config import EngineConfig
 from engine.experts.capabilities import ExpertCounters, needed
 
