@@ -71,8 +71,8 @@ def _rate(served: Served, names: list[str], steps: int = 24) -> float:
 
 
 def measure(model: Path, flags: list[str], tokens: int, repeats: int) -> dict[str, Any]:
+    gc.collect()  # the engine before holds as much memory
     served = Served(served_config(model, flags))
-    gc.collect()
     beside(served, 0, 1, tokens)  # once to warm up
     alone = [beside(served, 0, 1, tokens) for _ in range(repeats)]
     both = [beside(served, STREAMS, 1, tokens) for _ in range(repeats)]
