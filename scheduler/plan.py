@@ -93,6 +93,7 @@ class StepPlan:
     rows: list[StepRow]
     block_tables: list[array[int]]
     idle: Idle | None = None  # None: nothing is
+    ahead: bool = False  # planned while the step before was in flight
     prompts: bool = False  # in the lane of long prompts, beside other steps
     follows: bool = False  # of that lane: it reads what a step of the other lane is still computing
     wanted: Mapping[str, Wanted] = field(default_factory=dict)  # by request id; absent: as many as can be made

@@ -85,7 +85,8 @@ class Batch:
         rows = [*self._rows[:first], *sorted(self._rows[first:], key=lambda row: not row.is_decode)]
         idle = None if core.states is None else core.states.take_idle()
         wanted = {} if core.drafter is None else core.drafter.wanted(row.request for row in rows if row.samples)
-        plan = StepPlan(step, rows, [row.request.blocks[:] for row in rows], idle, wanted=wanted)
+        ahead = bool(core.lane(False))
+        plan = StepPlan(step, rows, [row.request.blocks[:] for row in rows], idle, ahead=ahead, wanted=wanted)
         flight = Flight(plan, {row.request: row for row in rows})
         core.flights.append(flight)
         size = self._config.block_size

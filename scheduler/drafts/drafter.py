@@ -96,7 +96,8 @@ class Drafter:
             proposal = self._proposer.propose(request, min(most, self._num_drafts) + in_flight)
             self._chances.watch(request, proposal)
             proposals.append(proposal.tokens[in_flight:])
-            offers.append(Offer(len(proposals[-1]), self._chances.of(request, proposal.matched)))
+            chance = self._chances.of(request, proposal.matched)
+            offers.append(Offer(len(proposals[-1]), chance, chance**in_flight))
         counts = gain.choose(offers, rows, mixed=mixed)
         for i, tokens, offer, count in zip(due, proposals, offers, counts, strict=True):
             request = places[i].request
@@ -126,7 +127,8 @@ class Drafter:
             return
         most, saved = LOOK_UPS_MOST * seconds, 0.0
         if all(row.is_decode and row.samples for row in plan.rows):
-            saved = self._gain.observe(len(plan.rows), plan.num_tokens - len(plan.rows), tokens, seconds)
+            drafts = plan.num_tokens - len(plan.rows)
+            saved = self._gain.observe(len(plan.rows), drafts, tokens, seconds, ahead=plan.ahead)
         if self._costly:  # what the model has proposed is there: nothing is looked up
             return
         left = most if self._time_left is None else self._time_left

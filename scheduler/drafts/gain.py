@@ -30,10 +30,12 @@ REFRESH = 64  # steps with drafts, after which one without them is measured agai
 
 
 class Offer(NamedTuple):
-    """Drafts of one row: how many there are, and the chance of each of being right if those before it are."""
+    """Drafts of one row: how many there are, and the chance of each of being right if those before it are; `checked`:
+    the chance that they will be checked, if they are to follow a token that is not known yet."""
 
     drafts: int
     chance: float
+    checked: float = 1.0
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Gain:
         self._plain: dict[int, _Plain] = {}  # by rows
         self._extra: dict[int, dict[int, _Extra]] = {}  # by bit length of rows, by size of drafts
         self._steps = 0
+        self._overlaps = False  # steps without drafts are planned ahead
         self._lost = 0.0  # to drafts that cost more than they saved, lately, in steps without drafts
 
     def choose(self, offers: Sequence[Offer], rows: int, *, mixed: bool) -> list[int]:
@@ -74,19 +77,24 @@ class Gain:
         for level in LEVELS:
             counts = _within(offers, level, most)
             if drafts := sum(counts):
-                expected = sum(_expected(offer.chance, n) for offer, n in zip(offers, counts, strict=True))
+                expected = sum(
+                    offer.checked * _expected(offer.chance, n) for offer, n in zip(offers, counts, strict=True)
+                )
                 reached = (rows + expected) / (1 + self._cost(rows, drafts))
                 if reached > rate:
                     best, rate = counts, reached
         return best
 
-    def observe(self, rows: int, drafts: int, tokens: int, seconds: float) -> float:
-        """A step of decode rows alone took so long, and so many tokens came of it. Returns the seconds that its drafts
-        saved; less than 0: lost."""
+    def observe(self, rows: int, drafts: int, tokens: int, seconds: float, *, ahead: bool = False) -> float:
+        """A step of decode rows alone took so long, and so many tokens came of it; `ahead`: planned while another one was
+        in flight. Returns the seconds that its drafts saved, or waiting for where to put them; less than 0: lost."""
         self._steps += 1
         self._lost = max(-CREDIT, self._lost - SHARE)
         plain = self._plain.get(rows)
+        if not drafts and self._overlaps and not ahead and plain is not None:
+            return self._change(plain, rows, tokens, seconds)  # waited for, and then there were none
         if not drafts:
+            self._overlaps |= ahead
             if plain is None:
                 self._plain[rows] = _Plain(seconds)
             else:
@@ -97,12 +105,17 @@ class Gain:
         if plain is None:
             return 0.0
         plain.age += 1
-        self._lost = max(-CREDIT, self._lost + min(seconds / plain.seconds, MOST_LOST) - tokens / rows)
+        saved = self._change(plain, rows, tokens, seconds)
         cost = max(0.0, seconds / plain.seconds - 1)
         sizes = self._extra.setdefault(rows.bit_length(), {})
         if (known := sizes.get(_size(drafts))) is not None:
             cost = _mean(1 + known.cost * drafts / known.drafts, 1 + cost, WEIGHT) - 1
         sizes[_size(drafts)] = _Extra(drafts, cost, self._steps)
+        return saved
+
+    def _change(self, plain: _Plain, rows: int, tokens: int, seconds: float) -> float:
+        """Beside steps without drafts that are planned as such."""
+        self._lost = max(-CREDIT, self._lost + min(seconds / plain.seconds, MOST_LOST) - tokens / rows)
         return tokens / rows * plain.seconds - seconds
 
     def _cost(self, rows: int, drafts: int) -> float:
