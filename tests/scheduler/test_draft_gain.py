@@ -40,8 +40,8 @@ class Machine:
 
 class Text:
     """Token i is i. Proposes what comes, each token right with a chance that changes in the middle of the text. A
-    look-up takes `each` seconds; `taken`: all so far. `fleeting`: only where the text is what it would have proposed, so
-    that a proposal for a token that is not known yet is gone when that turns out otherwise."""
+    look-up takes `each` seconds; `taken`: all so far. `fleeting`: only where the text is what it would have proposed,
+    so that a proposal for a token that is not known yet is gone when that turns out otherwise."""
 
     def __init__(self, chances: tuple[float, float], seed: int, each: float = 0.0, *, fleeting: bool = False) -> None:
         self._chances = chances
