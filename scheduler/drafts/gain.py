@@ -86,8 +86,8 @@ class Gain:
         return best
 
     def observe(self, rows: int, drafts: int, tokens: int, seconds: float, *, ahead: bool = False) -> float:
-        """A step of decode rows alone took so long, and so many tokens came of it. `ahead`: it was planned while another
-        one was in flight. Returns the seconds that its drafts saved, or waiting for where to put them; less than 0:
+        """A step of decode rows alone took so long, and so many tokens came of it. `ahead`: planned while another one
+        was in flight. Returns the seconds that its drafts saved, or waiting for where to put them; less than 0:
         lost."""
         self._steps += 1
         self._lost = max(-CREDIT, self._lost - SHARE)
