@@ -84,7 +84,14 @@ def poison(engine: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
 @given(
     kinds=st.lists(st.sampled_from([*FAULTS, "fine"]), min_size=1, max_size=5),
     drawn=st.booleans(),
-    mode=st.sampled_from([{}, {"overlap": True}, {"speculate": "ngram:3:always"}, {"cuda_graphs": "padded"}]),
+    mode=st.sampled_from(
+        [
+            {},
+            {"overlap": True},
+            {"speculate": "ngram:3:always"},
+            {"cuda_graphs": "padded", "speculate": "ngram:3", "overlap": True},
+        ]
+    ),
 )
 def test_a_fault_ends_its_own_request(folder, backend, kinds, drawn, mode):
     params = {"temperature": 0.8, "seed": 3} if drawn else {}
@@ -129,7 +136,9 @@ def test_greedy_rows_without_masks_notice_it_too(folder, backend, monkeypatch, c
     words=st.lists(st.lists(st.integers(2, 6), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
     allowed=st.sets(st.integers(0, 12), min_size=6),
     drawn=st.booleans(),
-    mode=st.sampled_from([{}, {"overlap": True}, {"speculate": "ngram:3:always"}]),
+    mode=st.sampled_from(
+        [{}, {"overlap": True}, {"overlap": True, "speculate": "ngram:3"}, {"speculate": "ngram:3:always"}]
+    ),
 )
 def test_no_forbidden_token_ever_comes(folder, backend, min_tokens, words, allowed, drawn, mode):
     params = {"temperature": 5.0, "seed": 1} if drawn else {}

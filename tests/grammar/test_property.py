@@ -127,7 +127,7 @@ def test_a_choice_is_one_of_its_texts(writer: Writer, texts: list[str], how: dic
     assert writer.text(rid).decode() in texts
 
 
-@pytest.mark.parametrize("mode", [{"overlap": True}, {"speculate": "ngram:3:always"}], ids=str)
+@pytest.mark.parametrize("mode", [{"overlap": True, "speculate": "ngram:3"}, {"speculate": "ngram:3:always"}], ids=str)
 @settings(
     max_examples=4,
     deadline=None,
