@@ -147,7 +147,15 @@ class PagedAttention {
     int first_chunk() const { return static_cast<int>(begin / kChunk); }
     int chunks() const { return static_cast<int>((seen + kChunk - 1) / kChunk) - first_chunk(); }
   };
-  // The positions of a chunk that a tile, or several, has to do with.
+  // A work item that makes tiles of blocks in rising order, each once, as its query tiles come to them.
+  struct Making {
+    const Call& call;
+    const WorkItem& item;
+    int worker;
+    int64_t seen;  // positions that lie before the end of its last row
+    int64_t made;  // blocks up to here, of those that its query tiles see, are made
+  };
+  // The positions of a chunk that a tile has to do with.
   struct Span {
     int64_t begin, end;
   };
@@ -159,11 +167,10 @@ class PagedAttention {
   // The V tile of a K tile's first `latent` values; zeros beside an odd last position of the `count` seen.
   void values_of_keys(const char* keys, int count, char* values) const;
   static Span span_of(int chunk, int64_t begin, int64_t seen);
-  void make_tiles(const Call& call, const WorkItem& item, Span span, int worker);
+  void make_tiles(Making& making, int64_t place);
   void attend(const Call& call, const WorkItem& item, int worker);
   void walk(const Call& call, const WorkItem& item, int worker);
-  void run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, int worker, float* queries,
-                 float* part);
+  void run_chunk(Making& making, const Tile& tile, int chunk, float* queries, float* part);
   void join_last(const Call& call, const WorkItem& item, const Tile& tile);
   void finish(const Call& call, const WorkItem& item, const Tile& tile, float* part) const;
   char* kv_tile(char* cache, int32_t block, int kv_head) const {

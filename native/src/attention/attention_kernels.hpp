@@ -18,10 +18,15 @@ inline constexpr int kValueLimit = 8191;
 inline constexpr int kProbabilitySum = 262000 - kChunk / 2;
 static_assert(int64_t{kValueLimit} * (kProbabilitySum + kChunk / 2) < (int64_t{1} << 31));
 
+enum class KvElements { bf16, int8, int16 };
+
 // One tile of query rows against one chunk of positions of one kv head.
 struct ChunkWork {
-  const void* const* tiles;   // per block of the chunk: its K tile
+  const void* const* tiles;   // per block of the chunk, and of two behind it, to be fetched: its K tile
   const void* const* values;  // and its V tile
+  KvElements elements;        // of these where products are int16
+  void (*make)(void* maker, int block);  // where they are int16 it makes a block's tiles, before these are read
+  void* maker;
   const void* const* q;       // per row: head_dim elements, bf16 or floats
   const int* limits;          // per row: how many positions of this chunk it may see, 0 .. positions
   const int* starts;          // and how many of these it may not, fewer than its limit or 0; null: none
@@ -31,7 +36,8 @@ struct ChunkWork {
   int value_dim;     // head_dim, or less where values are a part of the keys
   float scale_log2;  // log2(e) times the scale of scores: the softmax works in powers of two
   float* scores;     // scratch: kTileRows x kScoreStride, 64-byte aligned as q_scratch
-  int query_limit;   // of int16 queries: the largest magnitude whose scores fit int32
+  int keys_limit;    // of int16 keys: the largest magnitude whose scores fit int32
+  int query_limit;   // and of queries
   float* q_scratch;  // kTileRows x head_dim: queries in the type that is multiplied
   bool q_ready;      // q_scratch still holds these rows from an earlier chunk
   float* top;        // out, per row: the largest scaled score, -inf if the row sees nothing
@@ -64,10 +70,11 @@ struct AttentionKernels {
   // An int8 K or V tile with its scales to a bf16 tile, positions from `count` on to zeros; null beside int16 products.
   void (*expand_keys)(const int8_t* tile, int count, uint16_t* to, int head_dim);
   void (*expand_values)(const int8_t* tile, int count, uint16_t* to, int head_dim);
-  // A bf16 K or V tile, whose magnitudes are to become at most `limit`, or an int8 one, to an int16 tile with scales.
-  void (*int16_keys)(const void* tile, int limit, int16_t* to, int head_dim);
-  void (*int16_values)(const void* tile, int limit, int16_t* to, int head_dim);
-  void (*int16_of_int8)(const void* tile, int16_t* to, int head_dim);
+  // A bf16 K or V tile, whose magnitudes are to become at most `limit`, or an int8 one, to an int16 tile with scales;
+  // meanwhile the tile `next` is fetched.
+  void (*int16_keys)(const void* tile, int limit, int16_t* to, int head_dim, const void* next);
+  void (*int16_values)(const void* tile, int limit, int16_t* to, int head_dim, const void* next);
+  void (*int16_of_int8)(const void* tile, int16_t* to, int head_dim, const void* next);
 
   bool int16_products() const { return chunk_bf16 == nullptr; }
 };
