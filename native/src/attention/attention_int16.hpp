@@ -67,8 +67,9 @@ inline F16 largest_of_pairs(const I16 (&m)[8]) {
 }
 // Floats with a whole number in their low 16 bits become pairs of these.
 inline I16 join_pairs(F16 first, F16 second) {
-  const __m512i upper = _mm512_slli_epi32(_mm512_castps_si512(second.v), 16);
-  return {_mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_castps_si512(first.v), upper)};
+  const __m512i low_bytes = _mm512_set4_epi32(0x0d0c0000, 0x09080000, 0x05040000, 0x01000000);
+  return {_mm512_mask_shuffle_epi8(_mm512_castps_si512(first.v), 0xccccccccccccccccu, _mm512_castps_si512(second.v),
+                                   low_bytes)};
 }
 inline void store_low_halves(int16_t* p, F16 x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_castps_si512(x.v)));
