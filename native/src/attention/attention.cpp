@@ -16,7 +16,6 @@ constexpr int64_t kSplitTiles = 4;         // a row of at most so many tiles is 
 constexpr int64_t kWalkTiles = 8;          // of one work item that walks chunks
 constexpr int64_t kCachedTiles = 4;        // the same where a second-level cache keeps a head's KV between work items:
 constexpr int64_t kCachedBytes = 1 << 20;  // so many bytes of it
-constexpr int kDirectRows = 8;             // and of so many rows for which int16 products read the cache's tiles
 constexpr int64_t kWalkItems = 8;          // and so many of them a thread, rather than longer ones
 
 void require(bool holds, const char* name, int64_t value, const std::string& allowed) {
@@ -292,7 +291,8 @@ void PagedAttention::run_chunk(Making& making, const Tile& tile, int chunk, floa
   int limits[kTileRows], starts[kTileRows];
   const int positions = static_cast<int>(span.end - span.begin);
   const int64_t first = span.begin / kKvBlock, last = (row.context - 1) / kKvBlock;
-  const bool as_kept = int16_products() && shape_.latent == 0 && item.tiles == 1 && tile.rows <= kDirectRows;
+  const int most_direct = shape_.kv == KvType::int8 ? kTileRows : kernels_.register_rows;
+  const bool as_kept = int16_products() && shape_.latent == 0 && item.tiles == 1 && tile.rows <= most_direct;
   const bool makes = !as_kept && (makes_keys() || shape_.latent > 0);
   auto make = [&](int b) { make_tiles(making, first + b); };
   for (int b = 0; (b - 2) * kKvBlock < positions; ++b) {

@@ -194,13 +194,17 @@ struct Int16Tile {
   const int16_t* tile;
   I16 load(int i, int) const { return load_pairs(tile + i); }
 };
-struct Int8Tile {
+struct Int8Keys {
   const int8_t* tile;
-  const char* next;
+  const char *next_keys, *next_values;
   I16 load(int i, int) const {
-    _mm_prefetch(next + i, _MM_HINT_T0);
+    _mm_prefetch((i % 64 == 0 ? next_keys : next_values) + i, _MM_HINT_T0);
     return widen_bytes(tile + i);
   }
+};
+struct Int8Values {
+  const int8_t* tile;
+  I16 load(int i, int) const { return widen_bytes(tile + i); }
 };
 struct Bf16Keys {
   const bf16* tile;
@@ -243,8 +247,11 @@ inline void int16_values(const void* tile, int limit, int16_t* to, int dim, cons
 
 // Of an int8 cache, whose scales stay: keys or values.
 inline void int16_of_int8(const void* tile, int16_t* to, int dim, const void* next) {
-  const Int8Tile from{static_cast<const int8_t*>(tile), static_cast<const char*>(next)};
-  for (int i = 0; i < kKvBlock * dim; i += 32) store_pairs(to + i, from.load(i, 0));
+  const int8_t* from = static_cast<const int8_t*>(tile);
+  for (int i = 0; i < kKvBlock * dim; i += 32) {
+    _mm_prefetch(static_cast<const char*>(next) + i, _MM_HINT_T0);
+    store_pairs(to + i, widen_bytes(from + i));
+  }
   std::memcpy(scales_behind(to, dim), scales_of(tile, dim), kKvBlock * sizeof(float));
 }
 
@@ -265,14 +272,13 @@ struct Int8Tiles {
   const ChunkWork& w;
   void prepare(int b) {
     _mm_prefetch(reinterpret_cast<const char*>(scales_of(w.tiles[b + kBlocks], w.head_dim)), _MM_HINT_T0);
-    prefetch_tile(w.values[b + kBlocks], kKvBlock * (w.value_dim + 4));
+    _mm_prefetch(reinterpret_cast<const char*>(scales_of(w.values[b + kBlocks], w.value_dim)), _MM_HINT_T0);
   }
-  Int8Tile keys(int b) const {
-    return {static_cast<const int8_t*>(w.tiles[b]), static_cast<const char*>(w.tiles[b + kBlocks])};
+  Int8Keys keys(int b) const {
+    return {static_cast<const int8_t*>(w.tiles[b]), static_cast<const char*>(w.tiles[b + kBlocks]),
+            static_cast<const char*>(w.values[b + kBlocks])};
   }
-  Int8Tile values(int b) const {
-    return {static_cast<const int8_t*>(w.values[b]), static_cast<const char*>(w.values[b])};
-  }
+  Int8Values values(int b) const { return {static_cast<const int8_t*>(w.values[b])}; }
   const float* key_scales(int b) const { return scales_of(w.tiles[b], w.head_dim); }
   const float* value_scales(int b) const { return scales_of(w.values[b], w.value_dim); }
 };

@@ -76,6 +76,8 @@ struct AttentionKernels {
   void (*int16_values)(const void* tile, int limit, int16_t* to, int head_dim, const void* next);
   void (*int16_of_int8)(const void* tile, int16_t* to, int head_dim, const void* next);
 
+  int register_rows;  // that are multiplied at once
+
   bool int16_products() const { return chunk_bf16 == nullptr; }
 };
 
