@@ -244,7 +244,7 @@ PagedAttention::Span PagedAttention::span_of(int chunk, int64_t begin, int64_t s
   return {std::max(start, begin), std::min(start + kChunk, seen)};
 }
 
-// What the kernels multiply of a block where that is not the cache's own tiles; meanwhile the next block is fetched.
+// The tiles of a block that the kernels multiply where these are not the cache's; meanwhile the next block is fetched.
 void PagedAttention::make_tiles(Making& making, int64_t place) {
   if (place < making.made) return;
   making.made = place + 1;
@@ -258,6 +258,8 @@ void PagedAttention::make_tiles(Making& making, int64_t place) {
   const char* next = (place + 1) * kKvBlock < row.context ? tiles_of(place + 1) : keys;
   char* to = made(making.worker, place);
   auto* to16 = reinterpret_cast<int16_t*>(to);
+  if (!int16_products())
+    for (int64_t i = 0; i < planes_ * tile_bytes_; i += 64) __builtin_prefetch(next + i);
   if (int16_products() && shape_.kv == KvType::int8) {
     kernels_.int16_of_int8(keys, to16, dim, next);
     kernels_.int16_of_int8(keys + tile_bytes_, to16 + made_bytes_ / 2, dim, next + tile_bytes_);
@@ -285,17 +287,17 @@ void PagedAttention::run_chunk(Making& making, const Tile& tile, int chunk, floa
   const WorkItem& item = making.item;
   const Row& row = rows_[static_cast<size_t>(item.row)];
   const Span span = span_of(chunk, tile.begin, tile.seen);
-  const void* tiles[kChunk / kKvBlock + 2];
-  const void* values[kChunk / kKvBlock + 2];
+  const void* tiles[kChunk / kKvBlock + kAhead];
+  const void* values[kChunk / kKvBlock + kAhead];
   const void* q[kTileRows];
   int limits[kTileRows], starts[kTileRows];
   const int positions = static_cast<int>(span.end - span.begin);
   const int64_t first = span.begin / kKvBlock, last = (row.context - 1) / kKvBlock;
-  const int most_direct = shape_.kv == KvType::int8 ? kTileRows : kernels_.register_rows;
-  const bool as_kept = int16_products() && shape_.latent == 0 && item.tiles == 1 && tile.rows <= most_direct;
-  const bool makes = !as_kept && (makes_keys() || shape_.latent > 0);
+  const int few = shape_.kv == KvType::int8 ? kTileRows : kernels_.register_rows;
+  const bool in_registers = int16_products() && shape_.latent == 0 && item.tiles == 1 && tile.rows <= few;
+  const bool makes = !in_registers && (makes_keys() || shape_.latent > 0);
   auto make = [&](int b) { make_tiles(making, first + b); };
-  for (int b = 0; (b - 2) * kKvBlock < positions; ++b) {
+  for (int b = 0; (b - kAhead) * kKvBlock < positions; ++b) {
     const int64_t place = std::min(first + b, last);
     const char* keys = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + place)], item.kv_head);
     const char* made_keys = made(making.worker, place);

@@ -10,9 +10,9 @@
 //   V tile:     [D/16][16/S][16 dims][S]                   d0: p0p1 | d1: p0p1 | ... d15: p0p1
 //                                                          d0: p2p3 | ...
 // An int8 cache has the elements of bf16's tiles in a byte each, and behind each tile a float32 scale of each of its
-// positions: a key's, or value's, largest magnitude of this head by 127. A work item first makes tiles of a chunk out
-// of it: int16 ones with these scales, or, under bf16 products, bf16 ones, zeros where no position is seen. Under int16
-// products it makes int16 tiles of a bf16 cache, too (attention_int16.hpp).
+// positions: a key's, or value's, largest magnitude of this head by 127. A work item makes tiles of a chunk out of it:
+// int16 ones with these scales, or, under bf16 products, bf16 ones, zeros where no position is seen. Under int16
+// products it makes int16 tiles of a bf16 cache, too; those of few rows only in registers (attention_int16.hpp).
 //
 // Latent attention keeps one vector a position, whose first `latent` values are its value, too: a block is its K tile.
 // Before a work item multiplies values, it makes V tiles of the chunk out of the K tiles.

@@ -241,8 +241,7 @@ inline void int16_values(const void* tile, int limit, int16_t* to, int dim, cons
   store16(inverses, s.inverse);
   const Bf16Values values{from, inverses};
   for (int i = 0; i < kKvBlock * dim; i += kKvBlock * 16)
-    for (int pair = 0; pair < kKvBlock / 2; ++pair)
-      store_pairs(to + i + pair * 32, values.load(i + pair * 32, pair));
+    for (int pair = 0; pair < kKvBlock / 2; ++pair) store_pairs(to + i + pair * 32, values.load(i + pair * 32, pair));
 }
 
 // Of an int8 cache, whose scales stay: keys or values.
@@ -255,8 +254,8 @@ inline void int16_of_int8(const void* tile, int16_t* to, int dim, const void* ne
   std::memcpy(scales_behind(to, dim), scales_of(tile, dim), kKvBlock * sizeof(float));
 }
 
-// The tiles of a chunk, as int16 ones that the work item makes, or as they lie in the cache: for few rows storing int16
-// tiles would take longer than multiplying them.
+// The tiles of a chunk: int16 ones that the work item makes, or the cache's, which become int16 in registers. With few
+// rows storing int16 tiles would take longer than multiplying them. The numbers, and so a row's bits, are the same.
 struct MadeTiles {
   const ChunkWork& w;
   void prepare(int b) { w.make(w.maker, b); }
@@ -271,12 +270,12 @@ struct MadeTiles {
 struct Int8Tiles {
   const ChunkWork& w;
   void prepare(int b) {
-    _mm_prefetch(reinterpret_cast<const char*>(scales_of(w.tiles[b + kBlocks], w.head_dim)), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(scales_of(w.values[b + kBlocks], w.value_dim)), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(scales_of(w.tiles[b + kAhead], w.head_dim)), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(scales_of(w.values[b + kAhead], w.value_dim)), _MM_HINT_T0);
   }
   Int8Keys keys(int b) const {
-    return {static_cast<const int8_t*>(w.tiles[b]), static_cast<const char*>(w.tiles[b + kBlocks]),
-            static_cast<const char*>(w.values[b + kBlocks])};
+    return {static_cast<const int8_t*>(w.tiles[b]), static_cast<const char*>(w.tiles[b + kAhead]),
+            static_cast<const char*>(w.values[b + kAhead])};
   }
   Int8Values values(int b) const { return {static_cast<const int8_t*>(w.values[b])}; }
   const float* key_scales(int b) const { return scales_of(w.tiles[b], w.head_dim); }
@@ -285,18 +284,20 @@ struct Int8Tiles {
 struct Bf16Tiles {
   const ChunkWork& w;
   float of_keys[2][kChunk], of_values[2][kChunk];  // scales, inverses
+
+  explicit Bf16Tiles(const ChunkWork& work) : w(work) {}
   void prepare(int b) {
     const auto put = [&](float (&to)[2][kChunk], Scales s) {
       store16(to[0] + b * kKvBlock, s.scale);
       store16(to[1] + b * kKvBlock, s.inverse);
     };
     put(of_keys, scales_of_keys(static_cast<const bf16*>(w.tiles[b]), w.keys_limit, w.head_dim));
-    put(of_values, scales_of_values(static_cast<const bf16*>(w.values[b]), kValueLimit, w.value_dim,
-                                    w.values[b + kBlocks]));
+    put(of_values,
+        scales_of_values(static_cast<const bf16*>(w.values[b]), kValueLimit, w.value_dim, w.values[b + kAhead]));
   }
   Bf16Keys keys(int b) const {
     return {static_cast<const bf16*>(w.tiles[b]), load16(of_keys[1] + b * kKvBlock),
-            static_cast<const char*>(w.tiles[b + kBlocks])};
+            static_cast<const char*>(w.tiles[b + kAhead])};
   }
   Bf16Values values(int b) const { return {static_cast<const bf16*>(w.values[b]), of_values[1] + b * kKvBlock}; }
   const float* key_scales(int b) const { return of_keys[0] + b * kKvBlock; }
@@ -449,7 +450,7 @@ void attend_chunk_int16(const ChunkWork& w) {
     Int8Tiles tiles{w};
     int16_chunk(w, tiles, q);
   } else {
-    Bf16Tiles tiles{w};
+    Bf16Tiles tiles(w);
     int16_chunk(w, tiles, q);
   }
 }

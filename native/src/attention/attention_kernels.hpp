@@ -8,6 +8,7 @@ namespace ktserve {
 inline constexpr int kKvBlock = 16;           // positions of a KV block
 inline constexpr int kChunk = 256;            // positions whose softmax is summed at once; never depends on the batch
 inline constexpr int kKvPair = 2 * kKvBlock;  // what a kernel takes at once: windows leave out whole ones
+inline constexpr int kAhead = 2;              // so many blocks before its turn a tile of the cache is fetched
 inline constexpr int kTileRows = 32;          // (token, query head) rows of one kv head that a work item works on
 inline constexpr int kMaxHeadDim = 576;       // of latent attention; else 256
 inline constexpr int kScoreStride = kChunk + 16;  // floats of scratch per row; no power of two, for the caches' sets
@@ -22,16 +23,16 @@ enum class KvElements { bf16, int8, int16 };
 
 // One tile of query rows against one chunk of positions of one kv head.
 struct ChunkWork {
-  const void* const* tiles;   // per block of the chunk, and of two behind it, to be fetched: its K tile
-  const void* const* values;  // and its V tile
-  KvElements elements;        // of these where products are int16
+  const void* const* tiles;              // per block of the chunk, and kAhead more that are fetched only: its K tile
+  const void* const* values;             // and its V tile
+  KvElements elements;                   // of these where products are int16
   void (*make)(void* maker, int block);  // where they are int16 it makes a block's tiles, before these are read
   void* maker;
-  const void* const* q;       // per row: head_dim elements, bf16 or floats
-  const int* limits;          // per row: how many positions of this chunk it may see, 0 .. positions
-  const int* starts;          // and how many of these it may not, fewer than its limit or 0; null: none
-  int rows;                   // 1 .. kTileRows
-  int positions;              // 1 .. kChunk: the largest limit
+  const void* const* q;  // per row: head_dim elements, bf16 or floats
+  const int* limits;     // per row: how many positions of this chunk it may see, 0 .. positions
+  const int* starts;     // and how many of these it may not, fewer than its limit or 0; null: none
+  int rows;              // 1 .. kTileRows
+  int positions;         // 1 .. kChunk: the largest limit
   int head_dim;
   int value_dim;     // head_dim, or less where values are a part of the keys
   float scale_log2;  // log2(e) times the scale of scores: the softmax works in powers of two
