@@ -287,8 +287,8 @@ void PagedAttention::run_chunk(Making& making, const Tile& tile, int chunk, floa
   const WorkItem& item = making.item;
   const Row& row = rows_[static_cast<size_t>(item.row)];
   const Span span = span_of(chunk, tile.begin, tile.seen);
-  const void* tiles[kChunk / kKvBlock + kAhead];
-  const void* values[kChunk / kKvBlock + kAhead];
+  const void* tiles[kChunk / kKvBlock + kFetched];
+  const void* values[kChunk / kKvBlock + kFetched];
   const void* q[kTileRows];
   int limits[kTileRows], starts[kTileRows];
   const int positions = static_cast<int>(span.end - span.begin);
@@ -297,7 +297,7 @@ void PagedAttention::run_chunk(Making& making, const Tile& tile, int chunk, floa
   const bool in_registers = int16_products() && shape_.latent == 0 && item.tiles == 1 && tile.rows <= few;
   const bool makes = !in_registers && (makes_keys() || shape_.latent > 0);
   auto make = [&](int b) { make_tiles(making, first + b); };
-  for (int b = 0; (b - kAhead) * kKvBlock < positions; ++b) {
+  for (int b = 0; (b - kFetched) * kKvBlock < positions; ++b) {
     const int64_t place = std::min(first + b, last);
     const char* keys = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + place)], item.kv_head);
     const char* made_keys = made(making.worker, place);

@@ -219,7 +219,9 @@ struct Bf16Keys {
 struct Bf16Values {
   const bf16* tile;
   const float* inverses;  // of 16 positions
+  const char* next;
   I16 load(int i, int pair) const {
+    _mm_prefetch(next + 2 * i, _MM_HINT_T0);
     const Pair values = split16(tile + i);
     return join_pairs(whole(values.even, set16(inverses[2 * pair])), whole(values.odd, set16(inverses[2 * pair + 1])));
   }
@@ -239,7 +241,7 @@ inline void int16_values(const void* tile, int limit, int16_t* to, int dim, cons
   store16(scales_behind(to, dim), s.scale);
   float inverses[kKvBlock];
   store16(inverses, s.inverse);
-  const Bf16Values values{from, inverses};
+  const Bf16Values values{from, inverses, static_cast<const char*>(tile)};
   for (int i = 0; i < kKvBlock * dim; i += kKvBlock * 16)
     for (int pair = 0; pair < kKvBlock / 2; ++pair) store_pairs(to + i + pair * 32, values.load(i + pair * 32, pair));
 }
@@ -299,7 +301,12 @@ struct Bf16Tiles {
     return {static_cast<const bf16*>(w.tiles[b]), load16(of_keys[1] + b * kKvBlock),
             static_cast<const char*>(w.tiles[b + kAhead])};
   }
-  Bf16Values values(int b) const { return {static_cast<const bf16*>(w.values[b]), of_values[1] + b * kKvBlock}; }
+  // Beside values half of the next chunk is fetched: from memory nothing else would come meanwhile.
+  Bf16Values values(int b) const {
+    const int place = (w.positions + kKvBlock - 1) / kKvBlock + kAhead + b / 2;
+    return {static_cast<const bf16*>(w.values[b]), of_values[1] + b * kKvBlock,
+            static_cast<const char*>(b % 2 == 0 ? w.tiles[place] : w.values[place])};
+  }
   const float* key_scales(int b) const { return of_keys[0] + b * kKvBlock; }
   const float* value_scales(int b) const { return of_values[0] + b * kKvBlock; }
 };

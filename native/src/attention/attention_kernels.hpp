@@ -9,8 +9,9 @@ inline constexpr int kKvBlock = 16;           // positions of a KV block
 inline constexpr int kChunk = 256;            // positions whose softmax is summed at once; never depends on the batch
 inline constexpr int kKvPair = 2 * kKvBlock;  // what a kernel takes at once: windows leave out whole ones
 inline constexpr int kAhead = 2;              // so many blocks before its turn a tile of the cache is fetched
-inline constexpr int kTileRows = 32;          // (token, query head) rows of one kv head that a work item works on
-inline constexpr int kMaxHeadDim = 576;       // of latent attention; else 256
+inline constexpr int kFetched = kAhead + kChunk / kKvBlock / 2;  // blocks behind a chunk that are fetched with it
+inline constexpr int kTileRows = 32;              // (token, query head) rows of one kv head that a work item works on
+inline constexpr int kMaxHeadDim = 576;           // of latent attention; else 256
 inline constexpr int kScoreStride = kChunk + 16;  // floats of scratch per row; no power of two, for the caches' sets
 
 // int16 products are added in int32: keys' magnitudes, and so queries', are at most keys_limit; those of values and the
@@ -23,7 +24,7 @@ enum class KvElements { bf16, int8, int16 };
 
 // One tile of query rows against one chunk of positions of one kv head.
 struct ChunkWork {
-  const void* const* tiles;              // per block of the chunk, and kAhead more that are fetched only: its K tile
+  const void* const* tiles;              // per block of the chunk, and kFetched that are fetched only: its K tile
   const void* const* values;             // and its V tile
   KvElements elements;                   // of these where products are int16
   void (*make)(void* maker, int block);  // where they are int16 it makes a block's tiles, before these are read
