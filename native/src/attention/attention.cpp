@@ -244,59 +244,66 @@ PagedAttention::Span PagedAttention::span_of(int chunk, int64_t begin, int64_t s
   return {std::max(start, begin), std::min(start + kChunk, seen)};
 }
 
-// The item's tiles of a part of a chunk, where they are not multiplied as they lie in the cache.
-void PagedAttention::make_tiles(const Call& call, const WorkItem& item, Span span, int worker) {
-  if (!makes_keys() && shape_.latent == 0) return;
-  const Row& row = rows_[static_cast<size_t>(item.row)];
-  const int dim = shape_.head_dim, limit = keys_limit();
-  for (int64_t place = span.begin / kKvBlock; place * kKvBlock < span.end; ++place) {
-    const int32_t block = tables_[static_cast<size_t>(row.table + place)];
-    const int count = static_cast<int>(std::min<int64_t>(kKvBlock, span.end - place * kKvBlock));
-    const char* keys = kv_tile(call.cache, block, item.kv_head);
-    if ((place + 1) * kKvBlock < span.end) {
-      const char* next = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + place + 1)], item.kv_head);
-      for (int64_t i = 0; i < planes_ * tile_bytes_; i += 64) __builtin_prefetch(next + i);
-    }
-    char* to = made(worker, place);
-    auto* to16 = reinterpret_cast<int16_t*>(to);
-    if (int16_products() && shape_.kv == KvType::int8) {
-      kernels_.int16_of_int8(keys, to16, dim);
-      kernels_.int16_of_int8(keys + tile_bytes_, to16 + made_bytes_ / 2, dim);
-    } else if (int16_products()) {
-      kernels_.int16_keys(keys, limit, to16, dim);
-      if (shape_.latent == 0) kernels_.int16_values(keys + tile_bytes_, kValueLimit, to16 + made_bytes_ / 2, dim);
-    } else if (shape_.kv == KvType::int8) {
-      const auto* from = reinterpret_cast<const int8_t*>(keys);
-      kernels_.expand_keys(from, count, reinterpret_cast<uint16_t*>(to), dim);
-      kernels_.expand_values(from + tile_bytes_, count, reinterpret_cast<uint16_t*>(to + made_bytes_), dim);
-    }
-    if (shape_.latent == 0) continue;
-    values_of_keys(makes_keys() ? to : keys, count, to + made_bytes_);
-    if (int16_products())  // the scales lie behind the elements
-      std::memcpy(to + made_bytes_ + kKvBlock * 2 * shape_.latent, to + kKvBlock * 2 * dim, kKvBlock * sizeof(float));
+// The tiles of a block that the kernels multiply where these are not the cache's; meanwhile the next block is fetched.
+void PagedAttention::make_tiles(Making& making, int64_t place) {
+  if (place < making.made) return;
+  making.made = place + 1;
+  const Row& row = rows_[static_cast<size_t>(making.item.row)];
+  const int dim = shape_.head_dim;
+  const auto tiles_of = [&](int64_t at) {
+    return kv_tile(making.call.cache, tables_[static_cast<size_t>(row.table + at)], making.item.kv_head);
+  };
+  const int count = static_cast<int>(std::min<int64_t>(kKvBlock, making.seen - place * kKvBlock));
+  const char* keys = tiles_of(place);
+  const char* next = (place + 1) * kKvBlock < row.context ? tiles_of(place + 1) : keys;
+  char* to = made(making.worker, place);
+  auto* to16 = reinterpret_cast<int16_t*>(to);
+  if (!int16_products())
+    for (int64_t i = 0; i < planes_ * tile_bytes_; i += 64) __builtin_prefetch(next + i);
+  if (int16_products() && shape_.kv == KvType::int8) {
+    kernels_.int16_of_int8(keys, to16, dim, next);
+    kernels_.int16_of_int8(keys + tile_bytes_, to16 + made_bytes_ / 2, dim, next + tile_bytes_);
+  } else if (int16_products()) {
+    kernels_.int16_keys(keys, keys_limit(), to16, dim, next);
+    if (shape_.latent == 0)
+      kernels_.int16_values(keys + tile_bytes_, kValueLimit, to16 + made_bytes_ / 2, dim, next + tile_bytes_);
+  } else if (shape_.kv == KvType::int8) {
+    const auto* from = reinterpret_cast<const int8_t*>(keys);
+    kernels_.expand_keys(from, count, reinterpret_cast<uint16_t*>(to), dim);
+    kernels_.expand_values(from + tile_bytes_, count, reinterpret_cast<uint16_t*>(to + made_bytes_), dim);
   }
+  if (shape_.latent == 0) return;
+  values_of_keys(makes_keys() ? to : keys, count, to + made_bytes_);
+  if (int16_products())  // the scales lie behind the elements
+    std::memcpy(to + made_bytes_ + kKvBlock * 2 * shape_.latent, to + kKvBlock * 2 * dim, kKvBlock * sizeof(float));
 }
 
 int PagedAttention::keys_limit() const {
   return std::min(kValueLimit, static_cast<int>(std::sqrt(2147483647.0 / shape_.head_dim)));
 }
 
-void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, int worker,
-                               float* queries, float* part) {
+void PagedAttention::run_chunk(Making& making, const Tile& tile, int chunk, float* queries, float* part) {
+  const Call& call = making.call;
+  const WorkItem& item = making.item;
   const Row& row = rows_[static_cast<size_t>(item.row)];
   const Span span = span_of(chunk, tile.begin, tile.seen);
-  const void* tiles[kChunk / kKvBlock];
-  const void* values[kChunk / kKvBlock];
+  const void* tiles[kChunk / kKvBlock + kFetched];
+  const void* values[kChunk / kKvBlock + kFetched];
   const void* q[kTileRows];
   int limits[kTileRows], starts[kTileRows];
   const int positions = static_cast<int>(span.end - span.begin);
-  for (int b = 0; b * kKvBlock < positions; ++b) {
-    const int64_t place = span.begin / kKvBlock + b;
-    const int32_t block = tables_[static_cast<size_t>(row.table + place)];
-    const char* keys = kv_tile(call.cache, block, item.kv_head);
-    const char* made_keys = made(worker, place);
-    tiles[b] = makes_keys() ? made_keys : keys;
-    values[b] = makes_keys() || shape_.latent > 0 ? made_keys + made_bytes_ : keys + tile_bytes_;
+  const int64_t first = span.begin / kKvBlock, last = (row.context - 1) / kKvBlock;
+  const int few = shape_.kv == KvType::int8 ? kTileRows : kernels_.register_rows;
+  const bool in_registers = int16_products() && shape_.latent == 0 && item.tiles == 1 && tile.rows <= few;
+  const bool makes = !in_registers && (makes_keys() || shape_.latent > 0);
+  auto make = [&](int b) { make_tiles(making, first + b); };
+  for (int b = 0; (b - kFetched) * kKvBlock < positions; ++b) {
+    const int64_t place = std::min(first + b, last);
+    const char* keys = kv_tile(call.cache, tables_[static_cast<size_t>(row.table + place)], item.kv_head);
+    const char* made_keys = made(making.worker, place);
+    tiles[b] = makes && makes_keys() ? made_keys : keys;
+    values[b] = makes ? made_keys + made_bytes_ : keys + tile_bytes_;
+    if (makes && !int16_products() && b * kKvBlock < positions) make(b);
   }
   for (int r = 0; r < tile.rows; ++r) {
     const int64_t token = (tile.first_row + r) / group_;
@@ -311,6 +318,9 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   ChunkWork work{};
   work.tiles = tiles;
   work.values = values;
+  work.elements = makes ? KvElements::int16 : shape_.kv == KvType::int8 ? KvElements::int8 : KvElements::bf16;
+  work.maker = &make;
+  work.make = [](void* maker, int b) { (*static_cast<decltype(make)*>(maker))(b); };
   work.q = q;
   work.limits = limits;
   work.starts = shape_.window > 0 ? starts : nullptr;
@@ -320,8 +330,9 @@ void PagedAttention::run_chunk(const Call& call, const WorkItem& item, const Til
   work.value_dim = shape_.value_dim();
   const double scale = shape_.scale != 0 ? shape_.scale : 1 / std::sqrt(static_cast<double>(shape_.head_dim));
   work.scale_log2 = static_cast<float>(1.4426950408889634 * scale);
+  work.keys_limit = keys_limit();
   work.query_limit = shape_.kv == KvType::int8 ? INT16_MAX : keys_limit();
-  work.scores = scratch(worker);
+  work.scores = scratch(making.worker);
   work.q_scratch = queries;
   work.q_ready = item.chunk < 0 && chunk > tile.first_chunk();
   work.sums = part;
@@ -366,8 +377,8 @@ void PagedAttention::attend(const Call& call, const WorkItem& item, int worker) 
   if (item.chunk < 0) return walk(call, item, worker);
   const Tile tile = tile_of(row, item.tile);
   float* queries = scratch(worker) + kTileRows * kScoreStride;
-  make_tiles(call, item, span_of(item.chunk, tile.begin, tile.seen), worker);
-  run_chunk(call, item, tile, item.chunk, worker, queries, partial(item.partial));
+  Making making{call, item, worker, tile.seen, 0};
+  run_chunk(making, tile, item.chunk, queries, partial(item.partial));
   if (pending_[static_cast<size_t>(item.unit)].fetch_sub(1, std::memory_order_acq_rel) == 1)
     join_last(call, item, tile);
 }
@@ -380,13 +391,13 @@ void PagedAttention::walk(const Call& call, const WorkItem& item, int worker) {
   const auto part = [&](int t) { return queries(t) + queries_floats; };
   Tile tiles[kWalkTiles];
   for (int t = 0; t < item.tiles; ++t) tiles[t] = tile_of(rows_[static_cast<size_t>(item.row)], item.tile + t);
-  const int64_t begin = tiles[0].begin, seen = tiles[item.tiles - 1].seen;
+  const int64_t seen = tiles[item.tiles - 1].seen;
+  Making making{call, item, worker, seen, 0};
   for (int chunk = tiles[0].first_chunk(); static_cast<int64_t>(chunk) * kChunk < seen; ++chunk) {
-    make_tiles(call, item, span_of(chunk, begin, seen), worker);
     for (int t = 0; t < item.tiles; ++t) {
       const int place = chunk - tiles[t].first_chunk();
       if (place < 0 || place >= tiles[t].chunks()) continue;
-      run_chunk(call, item, tiles[t], chunk, worker, queries(t), place == 0 ? part(t) : later);
+      run_chunk(making, tiles[t], chunk, queries(t), place == 0 ? part(t) : later);
       if (place > 0) join(kernels_, part(t), later, tiles[t].rows, shape_.value_dim());
     }
   }

@@ -10,9 +10,9 @@
 //   V tile:     [D/16][16/S][16 dims][S]                   d0: p0p1 | d1: p0p1 | ... d15: p0p1
 //                                                          d0: p2p3 | ...
 // An int8 cache has the elements of bf16's tiles in a byte each, and behind each tile a float32 scale of each of its
-// positions: a key's, or value's, largest magnitude of this head by 127. A work item first makes tiles of a chunk out
-// of it: int16 ones with these scales, or, under bf16 products, bf16 ones, zeros where no position is seen. Under int16
-// products it makes int16 tiles of a bf16 cache, too (attention_int16.hpp).
+// positions: a key's, or value's, largest magnitude of this head by 127. A work item makes tiles of a chunk out of it:
+// int16 ones with these scales, or, under bf16 products, bf16 ones, zeros where no position is seen. Under int16
+// products it makes int16 tiles of a bf16 cache, too; those of few rows only in registers (attention_int16.hpp).
 //
 // Latent attention keeps one vector a position, whose first `latent` values are its value, too: a block is its K tile.
 // Before a work item multiplies values, it makes V tiles of the chunk out of the K tiles.
@@ -147,7 +147,15 @@ class PagedAttention {
     int first_chunk() const { return static_cast<int>(begin / kChunk); }
     int chunks() const { return static_cast<int>((seen + kChunk - 1) / kChunk) - first_chunk(); }
   };
-  // The positions of a chunk that a tile, or several, has to do with.
+  // A work item that makes tiles of blocks in rising order, each once, as its query tiles come to them.
+  struct Making {
+    const Call& call;
+    const WorkItem& item;
+    int worker;
+    int64_t seen;  // positions that lie before the end of its last row
+    int64_t made;  // blocks up to here, of those that its query tiles see, are made
+  };
+  // The positions of a chunk that a tile has to do with.
   struct Span {
     int64_t begin, end;
   };
@@ -159,11 +167,10 @@ class PagedAttention {
   // The V tile of a K tile's first `latent` values; zeros beside an odd last position of the `count` seen.
   void values_of_keys(const char* keys, int count, char* values) const;
   static Span span_of(int chunk, int64_t begin, int64_t seen);
-  void make_tiles(const Call& call, const WorkItem& item, Span span, int worker);
+  void make_tiles(Making& making, int64_t place);
   void attend(const Call& call, const WorkItem& item, int worker);
   void walk(const Call& call, const WorkItem& item, int worker);
-  void run_chunk(const Call& call, const WorkItem& item, const Tile& tile, int chunk, int worker, float* queries,
-                 float* part);
+  void run_chunk(Making& making, const Tile& tile, int chunk, float* queries, float* part);
   void join_last(const Call& call, const WorkItem& item, const Tile& tile);
   void finish(const Call& call, const WorkItem& item, const Tile& tile, float* part) const;
   char* kv_tile(char* cache, int32_t block, int kv_head) const {

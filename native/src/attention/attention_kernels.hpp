@@ -8,8 +8,10 @@ namespace ktserve {
 inline constexpr int kKvBlock = 16;           // positions of a KV block
 inline constexpr int kChunk = 256;            // positions whose softmax is summed at once; never depends on the batch
 inline constexpr int kKvPair = 2 * kKvBlock;  // what a kernel takes at once: windows leave out whole ones
-inline constexpr int kTileRows = 32;          // (token, query head) rows of one kv head that a work item works on
-inline constexpr int kMaxHeadDim = 576;       // of latent attention; else 256
+inline constexpr int kAhead = 2;              // so many blocks before its turn a tile of the cache is fetched
+inline constexpr int kFetched = kAhead + kChunk / kKvBlock / 2;  // blocks behind a chunk that are fetched with it
+inline constexpr int kTileRows = 32;              // (token, query head) rows of one kv head that a work item works on
+inline constexpr int kMaxHeadDim = 576;           // of latent attention; else 256
 inline constexpr int kScoreStride = kChunk + 16;  // floats of scratch per row; no power of two, for the caches' sets
 
 // int16 products are added in int32: keys' magnitudes, and so queries', are at most keys_limit; those of values and the
@@ -18,20 +20,26 @@ inline constexpr int kValueLimit = 8191;
 inline constexpr int kProbabilitySum = 262000 - kChunk / 2;
 static_assert(int64_t{kValueLimit} * (kProbabilitySum + kChunk / 2) < (int64_t{1} << 31));
 
+enum class KvElements { bf16, int8, int16 };
+
 // One tile of query rows against one chunk of positions of one kv head.
 struct ChunkWork {
-  const void* const* tiles;   // per block of the chunk: its K tile
-  const void* const* values;  // and its V tile
-  const void* const* q;       // per row: head_dim elements, bf16 or floats
-  const int* limits;          // per row: how many positions of this chunk it may see, 0 .. positions
-  const int* starts;          // and how many of these it may not, fewer than its limit or 0; null: none
-  int rows;                   // 1 .. kTileRows
-  int positions;              // 1 .. kChunk: the largest limit
+  const void* const* tiles;              // per block of the chunk, and kFetched that are fetched only: its K tile
+  const void* const* values;             // and its V tile
+  KvElements elements;                   // of these where products are int16
+  void (*make)(void* maker, int block);  // where they are int16 it makes a block's tiles, before these are read
+  void* maker;
+  const void* const* q;  // per row: head_dim elements, bf16 or floats
+  const int* limits;     // per row: how many positions of this chunk it may see, 0 .. positions
+  const int* starts;     // and how many of these it may not, fewer than its limit or 0; null: none
+  int rows;              // 1 .. kTileRows
+  int positions;         // 1 .. kChunk: the largest limit
   int head_dim;
   int value_dim;     // head_dim, or less where values are a part of the keys
   float scale_log2;  // log2(e) times the scale of scores: the softmax works in powers of two
   float* scores;     // scratch: kTileRows x kScoreStride, 64-byte aligned as q_scratch
-  int query_limit;   // of int16 queries: the largest magnitude whose scores fit int32
+  int keys_limit;    // of int16 keys: the largest magnitude whose scores fit int32
+  int query_limit;   // and of queries
   float* q_scratch;  // kTileRows x head_dim: queries in the type that is multiplied
   bool q_ready;      // q_scratch still holds these rows from an earlier chunk
   float* top;        // out, per row: the largest scaled score, -inf if the row sees nothing
@@ -64,10 +72,13 @@ struct AttentionKernels {
   // An int8 K or V tile with its scales to a bf16 tile, positions from `count` on to zeros; null beside int16 products.
   void (*expand_keys)(const int8_t* tile, int count, uint16_t* to, int head_dim);
   void (*expand_values)(const int8_t* tile, int count, uint16_t* to, int head_dim);
-  // A bf16 K or V tile, whose magnitudes are to become at most `limit`, or an int8 one, to an int16 tile with scales.
-  void (*int16_keys)(const void* tile, int limit, int16_t* to, int head_dim);
-  void (*int16_values)(const void* tile, int limit, int16_t* to, int head_dim);
-  void (*int16_of_int8)(const void* tile, int16_t* to, int head_dim);
+  // A bf16 K or V tile, whose magnitudes are to become at most `limit`, or an int8 one, to an int16 tile with scales;
+  // meanwhile the tile `next` is fetched.
+  void (*int16_keys)(const void* tile, int limit, int16_t* to, int head_dim, const void* next);
+  void (*int16_values)(const void* tile, int limit, int16_t* to, int head_dim, const void* next);
+  void (*int16_of_int8)(const void* tile, int16_t* to, int head_dim, const void* next);
+
+  int register_rows;  // that are multiplied at once
 
   bool int16_products() const { return chunk_bf16 == nullptr; }
 };

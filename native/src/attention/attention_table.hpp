@@ -50,7 +50,8 @@ constexpr AttentionKernels attention_table(Chunk of_bf16, Chunk mixed, Chunk of_
           values,
           int16_keys,
           int16_values,
-          int16_of_int8};
+          int16_of_int8,
+          kRows};
 }
 
 }  // namespace ktserve::KT_SIMD
