@@ -197,7 +197,7 @@ def test_drafts_change_no_tokens(tmp_path, backend, tight) -> None:
         engine.core.scheduler._core.drafter = None
         again = engine.generate(turns, max_tokens=8)
         for turn, tokens in zip(turns, again, strict=True):
-            wanted, gap = greedy(model, turn, 8)
+            wanted, gap = greedy(model, turn, 8, tokens)
             assert tokens == wanted or gap < CLEAR
         cached = [engine.results[f"r{4 + i}"].end.cached_tokens for i in range(4)]
         assert all(count > len(prompt) for count, prompt in zip(cached, asked, strict=True)), "behind its answer"
