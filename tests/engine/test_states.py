@@ -266,20 +266,27 @@ def trained(base: torch.nn.Module, folder: Path, seed: int, **targets) -> torch.
     return model
 
 
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
-@BACKENDS
-@pytest.mark.parametrize("budget", [8, 256])
-def test_adapters_of_peft_and_the_base_in_one_batch(model_folder, tmp_path, backend, budget):
-    base, folder = model_folder
+@pytest.fixture(scope="module")
+def adapted(model_folder, tmp_path_factory) -> tuple[dict[str | None, torch.nn.Module], Path]:
+    """The base (None) and adapters of it by name, which are in the folder."""
+    base, folder = model_folder[0], tmp_path_factory.mktemp("adapters")
     targets = {
         "delta": {"target_modules": DELTA},
         "attention": {"target_modules": ATTENTION},
         "all": {"target_modules": [*DELTA, *ATTENTION, *SHARED], "target_parameters": EXPERTS},
     }
-    models = {None: base} | {name: trained(base, tmp_path / name, 5, **each) for name, each in targets.items()}
+    return {None: base} | {name: trained(base, folder / name, 5, **each) for name, each in targets.items()}, folder
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@BACKENDS
+@pytest.mark.parametrize("budget", [8, 256])
+def test_adapters_of_peft_and_the_base_in_one_batch(model_folder, adapted, backend, budget):
+    (base, folder), (models, adapters) = model_folder, adapted
     engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, **backend)
-    for name in targets:
-        engine.adapter(name, tmp_path / name)
+    for name in models:
+        if name is not None:
+            engine.adapter(name, adapters / name)
     asked = prompts(8, [20, 20, 9, 30])
     got = engine.generate(asked, list(models), max_tokens=10)
     engine.close()
