@@ -69,6 +69,7 @@ def rows(draw: st.DrawFn) -> list[tuple[int, int]]:
 def test_attention_over_latents(kernels: Kernels, dtype, kv, rows, heads, sizes, seed) -> None:
     """Contexts are written in a step of their own; blocks hold whatever others have left there."""
     rank, rope = sizes
+    rows = rows[:1] if heads == 128 else rows  # the reference takes most of the time
     part = Latent(heads, None, rank, 32, 32, Rotation(rope, 1e4, 4096))
     blocks, generator = 128, torch.Generator().manual_seed(seed)
     products = "" if kv == F32 else kernels.products
