@@ -14,9 +14,11 @@ settings.load_profile("ktserve")
 
 # Files of more than half a minute, the longest first: one that a process begins last is waited for by the others.
 LONGEST = (
-    "packaging/test_installed", "engine/test_bounded", "batches/test_killed", "hub/test_fetch", "kt/test_kt",
-    "engine/test_parity", "api/test_bodies", "api/test_connections", "hub/test_first_hour", "e2e/test_families",
-    "lora/test_merge_command", "tuning/test_jobs", "engine/test_states", "tuning/test_killed",
+    "packaging/test_installed", "kt/test_kt", "lora/test_reader_process", "hub/test_fetch", "parallel/test_ends",
+    "parallel/test_delta_ranks", "page/test_real_server", "engine/test_bounded", "engine/test_mtp", "api/test_bodies",
+    "parallel/test_ranks", "page/test_playground", "tuning/test_jobs", "batches/test_killed", "e2e/test_families",
+    "native/test_latent", "engine/test_native_formats", "engine/test_parity", "parallel/test_watch",
+    "tuning/test_killed",
 )  # fmt: skip
 
 

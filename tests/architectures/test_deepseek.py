@@ -24,7 +24,7 @@ from engine.weights.open import open_model
 from testing.harness import Harness, full_logits, greedy
 from testing.models.gguf_writer import save_gguf
 from testing.models.tiny import save_hf, tiny_model
-from tests.engine.parity import BACKENDS, CLEAR, prompts
+from tests.engine.parity import BACKENDS, CLEAR, SETTINGS, prompts
 from tests.engine.test_lora_serving import Family
 
 # DeepSeek-V3's and DeepSeek-V2-Lite's config.json, without what is not read
@@ -333,7 +333,7 @@ def expect(engine: Harness, model, asked: list[list[int]]) -> None:
     engine.run()
     for prompt, request in zip(asked, requests, strict=True):
         result = engine.results[request]
-        expected, gap = greedy(model, prompt, 5)
+        expected, gap = greedy(model, prompt, 5, result.tokens)
         assert result.tokens == expected or gap < CLEAR
         want = torch.log_softmax(full_logits(model, prompt), -1)
         for position, found in enumerate(result.prompt_logprobs[1:]):
@@ -341,17 +341,14 @@ def expect(engine: Harness, model, asked: list[list[int]]) -> None:
                 assert token.logprob == pytest.approx(float(want[position, token.token]), abs=1e-4)
 
 
-@BACKENDS
 @each_family
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     options=options(), interleaved=st.booleans(), grouped=st.booleans(), seed=st.integers(0, 1000),
     budget=st.sampled_from([8, 32, 256]),
 )  # fmt: skip
-def test_logits_equal_transformers(
-    tmp_path_factory, backend, family, options, interleaved, grouped, seed, budget
-) -> None:
-    """Prompts on both sides of where keys and values are expanded, in chunks of either kind."""
+def test_logits_equal_transformers(tmp_path_factory, family, options, interleaved, grouped, seed, budget) -> None:
+    """Prompts on both sides of where keys and values are expanded, in chunks of either kind; on every backend."""
     if family == "deepseek_v3":
         options = options | {"rope_interleave": interleaved}
     else:
@@ -359,9 +356,10 @@ def test_logits_equal_transformers(
     model = tiny_model(seed, family=family, **options)
     folder = tmp_path_factory.mktemp("model")
     save_hf(model, folder)
-    engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, **backend)
-    expect(engine, model, prompts(seed, [3, 17, 110]))
-    engine.close()
+    for backend in SETTINGS:
+        engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, **backend)
+        expect(engine, model, prompts(seed, [3, 17, 110]))
+        engine.close()
 
 
 @BACKENDS
@@ -380,7 +378,7 @@ def test_preempted_cached_and_whoever_shares_the_step(tmp_path: Path, family: st
     engine.close()
     for answers in got:
         for prompt, tokens in zip(asked, answers, strict=True):
-            expected, gap = greedy(model, prompt, 24)
+            expected, gap = greedy(model, prompt, 24, tokens)
             assert tokens == expected or gap < CLEAR
 
 
@@ -451,7 +449,7 @@ def test_latents_come_back_from_disk(tmp_path: Path, backend: dict) -> None:
         result = engine.run()[request]
         engine.close()
         assert result.end.cached_tokens == cached
-        expected, gap = greedy(model, prompt, 5)
+        expected, gap = greedy(model, prompt, 5, result.tokens)
         assert result.tokens == expected or gap < CLEAR
 
 

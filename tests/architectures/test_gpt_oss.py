@@ -140,7 +140,7 @@ def test_tokens_and_logits_equal_transformers(
     asked = prompts(seed, [3, 40, 17])
     for _ in range(2):
         for prompt, tokens in zip(asked, engine.generate(asked, max_tokens=6), strict=True):
-            expected, gap = greedy(model, prompt, 6)
+            expected, gap = greedy(model, prompt, 6, tokens)
             assert tokens == expected or gap < CLEAR
     request = engine.submit(asked[1], prompt_logprobs=5, max_tokens=1)
     engine.run()
@@ -173,7 +173,7 @@ def test_every_form_on_disk_gives_the_same_tokens(tmp_path: Path, form: str, bac
     engine, asked = Harness(path, **backend), prompts(4, [5, 40])
     rounds = form not in ("hf", "gguf F32") and backend["rules"] is None  # activations, beside quantised weights
     for prompt, tokens in zip(asked, engine.generate(asked), strict=True):
-        expected, gap = greedy(held, prompt, 8)
+        expected, gap = greedy(held, prompt, 8, tokens)
         assert tokens == expected or gap < (ROUNDED if rounds else CLEAR)
     engine.close()
 

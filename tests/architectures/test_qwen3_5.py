@@ -83,7 +83,7 @@ def test_tokens_and_adapters_are_those_of_transformers(base, published, tmp_path
         got = engine.generate(asked, [None, None, "a"], max_tokens=8)
         engine.close()
         for teacher, prompt, tokens in zip((model, model, adapted), asked, got, strict=True):
-            expected, gap = greedy(teacher, prompt, 8)
+            expected, gap = greedy(teacher, prompt, 8, tokens)
             assert tokens == expected or gap < CLEAR
 
 
@@ -100,7 +100,7 @@ def test_the_configuration_of_the_whole_model_beside_a_gguf_file(base, published
     got = engine.generate(asked, max_tokens=8)
     engine.close()
     for prompt, tokens in zip(asked, got, strict=True):
-        expected, gap = greedy(base[0], prompt, 8)
+        expected, gap = greedy(base[0], prompt, 8, tokens)
         assert tokens == expected or gap < CLEAR
 
 

@@ -51,5 +51,5 @@ class Family:
         return harness
 
     def expect(self, name: str | None, prompt: list[int], tokens: list[int]) -> None:
-        expected, gap = greedy(self.merged[name], prompt, len(tokens))
+        expected, gap = greedy(self.merged[name], prompt, len(tokens), tokens)
         assert tokens == expected or gap < CLEAR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from testing.models.quantised import FP8_CONFIG, int4_config
 from testing.models.tiny import save_hf, tiny_model
 from tests.architectures.test_qwen3_5 import as_published
 from tests.engine.family import Family
-from tests.engine.parity import BACKENDS, CLEAR, prompts
+from tests.engine.parity import BACKENDS, CLEAR, SETTINGS, prompts
 from tests.engine.test_row_faults import poison, submit_fault
 from tests.engine.test_speculation import requests
 
@@ -30,13 +31,29 @@ NAMES = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_
 each = pytest.mark.parametrize("name", NAMES)
 
 
-def made(name: str, folder: Path, *, fused: bool = False, **shape: Any) -> TorchMtp:
+def made(name: str, folder: Path) -> TorchMtp:
     """A model with a layer that predicts, in `folder`."""
-    model = tiny_model(3, family=name, **shape)
-    layer = TorchMtp(model, 5)
-    save_hf(model, folder, fused=fused)
-    add_mtp(layer, folder, fused=fused)
+    layer = TorchMtp(tiny_model(3, family=name), 5)
+    save(layer, folder)
     return layer
+
+
+def save(layer: TorchMtp, folder: Path, *, fused: bool = False) -> None:
+    save_hf(layer.model[0], folder, fused=fused)
+    add_mtp(layer, folder, fused=fused)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TorchMtp, Path]:
+    """A model of each family, and its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return made(request.param, folder), folder
+
+
+@functools.cache
+def proposal(layer: TorchMtp, text: tuple[int, ...], count: int) -> tuple[list[int], float]:
+    """Most of these tests' time, and the same for every backend."""
+    return layer.propose(list(text), count)
 
 
 def watched(engine: Harness) -> list[tuple[list[int], list[int]]]:
@@ -57,7 +74,7 @@ def watched(engine: Harness) -> list[tuple[list[int], list[int]]]:
 
 def expect(layer: TorchMtp, seen: list[tuple[list[int], list[int]]]) -> None:
     for text, tokens in seen:
-        expected, gap = layer.propose(text, len(tokens))
+        expected, gap = proposal(layer, tuple(text), len(tokens))
         assert tokens == expected or gap < CLEAR, len(text)
 
 
@@ -78,13 +95,18 @@ def test_the_layer_is_that_of_transformers(name: str) -> None:
         assert torch.allclose(own(hidden, ids), expected[0], atol=1e-5)
 
 
-@each
-@BACKENDS
-@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-def test_each_proposal_is_what_the_layer_says(tmp_path: Path, backend: dict[str, Any], name: str, fused: bool) -> None:
+@pytest.mark.parametrize(  # the reader's matter: each backend gets the same tensors of it
+    ("backend", "fused"), [*((backend, False) for backend in SETTINGS), (SETTINGS[0], True)], ids=str
+)
+def test_each_proposal_is_what_the_layer_says(
+    shared: tuple[TorchMtp, Path], tmp_path: Path, backend: dict[str, Any], fused: bool
+) -> None:
     """Behind prompts in chunks, beside others, behind cached prefixes, behind wrong drafts and right ones."""
-    layer = made(name, tmp_path, fused=fused)
-    engine = Harness(tmp_path, speculate="mtp:3:always", max_num_seqs=4, max_num_batched_tokens=24, **backend)
+    layer, folder = shared
+    if fused:
+        folder = tmp_path
+        save(layer, folder, fused=True)
+    engine = Harness(folder, speculate="mtp:3:always", max_num_seqs=4, max_num_batched_tokens=24, **backend)
     seen, asked = watched(engine), prompts(1, [3, 40, 30, 20, 1])
     first = engine.generate(asked, max_tokens=20)
     assert {len(tokens) for _, tokens in seen} == {1, 2, 3}, "the last ones are as many as are of use"
@@ -240,13 +262,12 @@ def test_tokens_are_those_without_drafts(families, backend, data, name, k, budge
 
 
 @BACKENDS
-@each
-def test_requests_are_preempted(tmp_path: Path, backend: dict[str, Any], name: str) -> None:
-    layer, asked = made(name, tmp_path), prompts(3, [20, 25, 30, 35])
+def test_requests_are_preempted(shared: tuple[TorchMtp, Path], backend: dict[str, Any]) -> None:
+    (layer, folder), asked = shared, prompts(3, [20, 25, 30, 35])
     sizes = {"kv_cache_tokens": 96, "max_model_len": 80, "max_num_seqs": 4}
     runs = []
     for speculate in (None, "mtp:2:always"):
-        engine = Harness(tmp_path, speculate=speculate, **sizes, **backend)
+        engine = Harness(folder, speculate=speculate, **sizes, **backend)
         seen = watched(engine)
         runs.append(engine.generate(asked, max_tokens=24))
         assert engine.core.stats()["preemptions"] > 0

@@ -97,7 +97,7 @@ def test_what_begins_from_a_snapshot_gives_the_same_tokens(model_folder, backend
 
     def cached(prompt: list[int]) -> int:
         tokens = engine.generate([prompt], max_tokens=20)[0]
-        expected, gap = greedy(model, prompt, 20)
+        expected, gap = greedy(model, prompt, 20, tokens)
         assert tokens == expected or gap < CLEAR
         conversation.append([*prompt, *tokens])
         return engine.results[f"r{len(conversation) - 1}"].end.cached_tokens
@@ -167,7 +167,7 @@ def test_quantised_folders(tmp_path, family, config):
     got = engine.generate(asked, max_tokens=8)
     engine.close()
     for prompt, tokens in zip(asked, got, strict=True):
-        expected, gap = greedy(held, prompt, 8)
+        expected, gap = greedy(held, prompt, 8, tokens)
         assert tokens == expected or gap < CLEAR
 
 
@@ -182,7 +182,7 @@ def test_gguf(tmp_path, family, backend):
     engine.close()
     for prompt, tokens in zip(asked, got, strict=True):
         for source in (model, held):
-            expected, gap = greedy(source, prompt, 12)
+            expected, gap = greedy(source, prompt, 12, tokens)
             assert tokens == expected or gap < CLEAR
 
 
@@ -234,7 +234,7 @@ def test_gguf_quantised(tmp_path, family):
     got = engine.generate(asked, max_tokens=8)
     engine.close()
     for prompt, tokens in zip(asked, got, strict=True):
-        expected, gap = greedy(held, prompt, 8)
+        expected, gap = greedy(held, prompt, 8, tokens)
         assert tokens == expected or gap < CLEAR
 
 
@@ -266,25 +266,32 @@ def trained(base: torch.nn.Module, folder: Path, seed: int, **targets) -> torch.
     return model
 
 
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
-@BACKENDS
-@pytest.mark.parametrize("budget", [8, 256])
-def test_adapters_of_peft_and_the_base_in_one_batch(model_folder, tmp_path, backend, budget):
-    base, folder = model_folder
+@pytest.fixture(scope="module")
+def adapted(model_folder, tmp_path_factory) -> tuple[dict[str | None, torch.nn.Module], Path]:
+    """The base (None) and adapters of it by name, which are in the folder."""
+    base, folder = model_folder[0], tmp_path_factory.mktemp("adapters")
     targets = {
         "delta": {"target_modules": DELTA},
         "attention": {"target_modules": ATTENTION},
         "all": {"target_modules": [*DELTA, *ATTENTION, *SHARED], "target_parameters": EXPERTS},
     }
-    models = {None: base} | {name: trained(base, tmp_path / name, 5, **each) for name, each in targets.items()}
+    return {None: base} | {name: trained(base, folder / name, 5, **each) for name, each in targets.items()}, folder
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@BACKENDS
+@pytest.mark.parametrize("budget", [8, 256])
+def test_adapters_of_peft_and_the_base_in_one_batch(model_folder, adapted, backend, budget):
+    (base, folder), (models, adapters) = model_folder, adapted
     engine = Harness(folder, max_num_batched_tokens=budget, max_num_seqs=8, **backend)
-    for name in targets:
-        engine.adapter(name, tmp_path / name)
+    for name in models:
+        if name is not None:
+            engine.adapter(name, adapters / name)
     asked = prompts(8, [20, 20, 9, 30])
     got = engine.generate(asked, list(models), max_tokens=10)
     engine.close()
     for (name, model), prompt, tokens in zip(models.items(), asked, got, strict=True):
-        expected, gap = greedy(model, prompt, 10)
+        expected, gap = greedy(model, prompt, 10, tokens)
         assert tokens == expected or gap < CLEAR, name
     assert greedy(models["all"], asked[3], 10)[0] != greedy(base, asked[3], 10)[0]
 
@@ -302,7 +309,7 @@ def test_an_adapter_of_peft_on_a_gguf_file(tmp_path, family, backend):
     engine.adapter("x", tmp_path / "x")
     got = engine.generate(asked, [None, "x"], max_tokens=10)
     engine.close()
-    expected, gap = greedy(adapted, asked[1], 10)
+    expected, gap = greedy(adapted, asked[1], 10, got[1])
     assert (got[1] == expected or gap < CLEAR) and expected != greedy(base, asked[1], 10)[0]
     assert got[0] == greedy(base, asked[0], 10)[0] or greedy(base, asked[0], 10)[1] < CLEAR
 

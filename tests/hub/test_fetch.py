@@ -127,6 +127,9 @@ def test_with_weights_of_another_name_only_what_lies_beside_them_is_fetched(here
     wanted = {name for name in here.hub.repos[FOLDER] if name.endswith("config.json")}
     assert here.cached(FOLDER) == (wanted if command == "check" else set())
     assert not any(name.startswith("model") for name in map(str, here.hub.sent))
+
+
+def test_with_a_name_for_several_forms_of_weights_a_plan_is_a_table(here: Here) -> None:
     table = here.ktserve("plan", f"hf:{FOLDER}", "--gguf", f"hf:{SPLIT}", "--max-model-len", "64", engine=True)
     assert [line.split()[0] for line in table.stdout.splitlines()[:3]] == ["form", "Q4_0", "Q8_0"], table.stderr
 

@@ -16,8 +16,17 @@ from engine.main import main
 from testing.harness import Harness
 from testing.models.gguf_writer import save_gguf
 from testing.models.tiny import FAMILIES, save_hf, tiny_model
+from testing.shared_reader import SharedReader
 from tests.lora import make
 from tests.lora.merge import merge as merged_here
+
+
+@pytest.fixture(autouse=True)
+def shared_reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all but the command, which starts and ends its own: processes that import torch once for all tests."""
+    if request.function is not test_the_command:
+        monkeypatch.setattr("engine.lora.merge.ReaderProcesses", SharedReader)
+
 
 PROMPT = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79, 32, 38]])
 

@@ -34,6 +34,16 @@ class Kernels(NamedTuple):
 AVX512 = [Kernels("avx512", "int16"), Kernels("avx512", "bfloat16")]
 KERNELS = [kernels for isa in ISAS for kernels in (AVX512 if isa == "avx512" else [Kernels(isa)])]
 each_kernel = pytest.mark.parametrize("kernels", KERNELS, ids=[" ".join(kernels).strip() for kernels in KERNELS])
+# A float32 cache is multiplied as float32, and tiles leave it to AVX-512's kernel: of these one is enough.
+each_kind = pytest.mark.parametrize(
+    ("kernels", "dtype", "kv"),
+    [
+        pytest.param(kernels, *kind, id=f"{' '.join(kernels).strip()} {name}")
+        for kernels in KERNELS
+        for kind, name in zip(KINDS, IDS, strict=True)
+        if kind[1] != F32 or kernels in (Kernels("avx2"), AVX512[0])
+    ],
+)
 
 
 @dataclasses.dataclass
@@ -132,9 +142,8 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor, kv: torch.dtype) -> 
         assert error < (0.012 if kv == I8 else 0.004), f"relative error {error:.5f}"
 
 
-@each_kernel
-@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
-@settings(max_examples=25)
+@each_kind
+@settings(max_examples=12)
 @given(data=st.data())
 def test_equals_dense_attention(kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, data: st.DataObject) -> None:
     kv_heads = data.draw(st.integers(1, 3))
@@ -143,7 +152,8 @@ def test_equals_dense_attention(kernels: Kernels, dtype: torch.dtype, kv: torch.
     shape.window = data.draw(st.sampled_from([None, 1, 15, 33, 128, 300, 1000]))
     sizes = st.floats(-5, 5) | st.sampled_from([-100.0, 15.0, -math.inf])
     shape.sinks = tuple(data.draw(st.just(()) | st.lists(sizes, min_size=shape.heads, max_size=shape.heads)))
-    lengths = data.draw(st.lists(st.integers(1, 600), min_size=1, max_size=3))
+    longest = min(600, 2**20 // (shape.heads * shape.head_dim))  # the dense reference takes most of the time
+    lengths = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=3))
     backend = shape.make(dtype, kernels, kv=kv)
     sequences = draw_sequences(shape, lengths, dtype, data.draw(st.integers(0, 2**20)))
     cuts = data.draw(st.lists(st.integers(1, 599), max_size=3))
@@ -151,8 +161,7 @@ def test_equals_dense_attention(kernels: Kernels, dtype: torch.dtype, kv: torch.
         assert_close(whole(backend, sequence, cuts, layer=1), shape.reference(sequence), kv)
 
 
-@each_kernel
-@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
+@each_kind
 @pytest.mark.parametrize(  # 96: a multiple of 32, which tiles take
     ("group", "head_dim", "window"), [(6, 80, None), (8, 96, None), (6, 48, 9), (8, 64, 100)]
 )
@@ -180,12 +189,11 @@ def test_repeats_bit_for_bit(kernels: Kernels) -> None:
     rows = [(s, 0, len(s.q)) for s in sequences]
     backend = shape.make(torch.bfloat16, kernels)
     first = torch.cat(step(backend, 0, rows))
-    for _ in range(20):
+    for _ in range(8):
         assert torch.equal(torch.cat(step(backend, 0, rows)), first)
 
 
-@each_kernel
-@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
+@each_kind
 @settings(max_examples=15)
 @given(old=st.integers(1, 64), new=st.integers(1, 64), cut=st.integers(1, 63))
 def test_what_a_block_held_before_has_no_influence(
@@ -203,8 +211,7 @@ def test_what_a_block_held_before_has_no_influence(
     assert torch.equal(out, expected)
 
 
-@each_kernel
-@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
+@each_kind
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nan_reaches_its_own_sequence_only(kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, name: str) -> None:
     shape = Shape()
@@ -219,8 +226,7 @@ def test_nan_reaches_its_own_sequence_only(kernels: Kernels, dtype: torch.dtype,
     assert torch.isfinite(out_bad[:256]).all()
 
 
-@each_kernel
-@pytest.mark.parametrize(("dtype", "kv"), KINDS, ids=IDS)
+@each_kind
 @pytest.mark.parametrize("window", [40, 200])
 def test_what_lies_before_a_window_is_not_read(
     kernels: Kernels, dtype: torch.dtype, kv: torch.dtype, window: int
@@ -314,7 +320,7 @@ def test_what_is_rounded_of_float_rows(kernels: Kernels, head_dim: int) -> None:
 
 @pytest.mark.parametrize("kernels", [k for k in KERNELS if k.isa == "avx2" or k.products == "int16"], ids=str)
 @pytest.mark.parametrize("kv", [BF16, I8], ids=str)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_int16_products_keep_their_bound(kernels: Kernels, kv: torch.dtype, data: st.DataObject) -> None:
     """Against float64 attention over what the cache holds. Queries, keys and values are off by at most half of their

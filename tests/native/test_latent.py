@@ -61,7 +61,7 @@ def rows(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 @each_kernel
 @pytest.mark.parametrize(("dtype", "kv"), [(F32, F32), (F32, BF16), (BF16, BF16)], ids=str)
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     rows=rows(), heads=st.sampled_from([1, 3, 16, 128]), sizes=st.sampled_from([(512, 64), (32, 32), (96, 16)]),
     seed=st.integers(0, 1000),
@@ -69,6 +69,7 @@ def rows(draw: st.DrawFn) -> list[tuple[int, int]]:
 def test_attention_over_latents(kernels: Kernels, dtype, kv, rows, heads, sizes, seed) -> None:
     """Contexts are written in a step of their own; blocks hold whatever others have left there."""
     rank, rope = sizes
+    rows = rows[:1] if heads == 128 else rows  # the reference takes most of the time
     part = Latent(heads, None, rank, 32, 32, Rotation(rope, 1e4, 4096))
     blocks, generator = 128, torch.Generator().manual_seed(seed)
     products = "" if kv == F32 else kernels.products

@@ -48,7 +48,7 @@ def model_folder(request, tmp_path_factory) -> tuple[torch.nn.Module, Path]:
 
 def expect(model: torch.nn.Module, asked: list[list[int]], got: list[list[int]]) -> None:
     for prompt, tokens in zip(asked, got, strict=True):
-        expected, gap = greedy(model, prompt, len(tokens))
+        expected, gap = greedy(model, prompt, len(tokens), tokens)
         assert tokens == expected or gap < CLEAR
 
 

@@ -106,7 +106,7 @@ def test_other_families_are_divided(tmp_path, family, shape):
     asked = prompts(2, [4, 21])
     engine = Harness(tmp_path, tensor_parallel=2)
     for prompt, tokens in zip(asked, engine.generate(asked), strict=True):
-        expected, gap = greedy(model, prompt, len(tokens))
+        expected, gap = greedy(model, prompt, len(tokens), tokens)
         assert tokens == expected or gap < CLEAR
     engine.close()
 
