@@ -125,6 +125,7 @@ def test_native_base_weights_are_read_once_per_expert_and_step(family, tmp_path,
     before = experts.weight_bytes_read
     one = experts.num_bytes // (len(mlps) * family.base.config.num_experts)
     names = list(family.paths)[:count]
+    engine.generate(prompts(3, [4] * count), names)  # they are in slots, so that they meet in a step
     engine.generate(prompts(4, [16, 7, 20, 11]), [names[i % count] if i and count else None for i in range(4)])
     read = experts.weight_bytes_read - before
     engine.close()
