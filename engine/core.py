@@ -185,11 +185,11 @@ class EngineCore:
         self._emit(self.scheduler.expire(now), None)
         worked = self._tend_prompts()
         before, self._in_flight = self._in_flight, None
-        waited = before is not None and self.scheduler.wants_tokens(before.plan)
-        if before and waited:
+        waited = False
+        if before and self.scheduler.wants_tokens(before.plan):
             self._await(before)
             self._commit(before)
-            before, worked, now = None, True, time.monotonic()
+            before, waited, now = None, True, time.monotonic()
         plan = self.scheduler.schedule(now)
         self._schedule_s = time.monotonic() - now
         for load in self.scheduler.slot_loads():
@@ -213,7 +213,7 @@ class EngineCore:
             self.adapters.check_integrity()
         self._tend_drain()
         trained = self._train(plan, time.monotonic() - now)
-        return plan is not None or before is not None or trained or worked
+        return plan is not None or before is not None or waited or trained or worked
 
     def _tend_prompts(self) -> bool:
         """Commit the step of long prompts that has ended, and launch the next; whether there was any."""

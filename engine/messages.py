@@ -193,7 +193,7 @@ class PlannedMemory(msgspec.Struct, frozen=True):
     items: list[PlannedItem]
 
 
-ATTENTION_STAGE = "Attention kernels"  # of `Loading`: kernels that no start before has compiled are
+ATTENTION_STAGE = "Attention kernels"  # of `Loading`: those that flashinfer has not compiled before are compiled
 
 
 class Loading(_Message, frozen=True):

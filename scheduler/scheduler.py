@@ -256,7 +256,9 @@ class Scheduler:
     def wants_tokens(self, plan: StepPlan) -> bool:
         """Whether the next step is to be planned behind the tokens of the one in flight: drafts are checked there, or
         are expected to pay behind its tokens."""
-        return any(row.drafts for row in plan.rows) or drafts_follow(self._core, plan)
+        if self._core.drafter is None:
+            return False
+        return any(row.drafts for row in plan.rows) or drafts_follow(self._core, self._core.drafter, plan)
 
     # ---- adapters
 

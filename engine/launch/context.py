@@ -11,8 +11,9 @@ _DRIVER = "libcuda.so.1"
 
 
 def begin_context(config: EngineConfig) -> None:
-    """Of the first GPU, on a thread, if steps may run there. Torch finds it, or says why there is none."""
-    if config.device != "cpu":
+    """Of the first GPU, on a thread, if steps will run there where there is one: rules may say otherwise, and a context
+    takes memory of the GPU. Torch finds it, or says why there is none."""
+    if config.device == "cuda" or (config.device == "auto" and config.rules is None):
         threading.Thread(target=_make, name="context", daemon=True).start()
 
 

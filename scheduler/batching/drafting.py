@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from scheduler.core import Core
-from scheduler.drafts.drafter import Place
+from scheduler.drafts.drafter import Drafter, Place
 from scheduler.drafts.gain import MOST_DRAFTS
 from scheduler.plan import StepPlan, StepRow
 from scheduler.request import Request, Status
@@ -30,7 +30,7 @@ def add_drafts(core: Core, rows: list[StepRow], owed: int) -> None:
             continue  # its last token is not known
         end = row.start + 1
         room = (len(request.blocks) + max(0, spare)) * blocks.block_size - end
-        if (most := min(budget, room, _wanted(core, request, end))) > 0:
+        if (most := min(budget, room, _wanted(core, request, len(request.output), end))) > 0:
             places[i] = Place(request, most)
     if not places:
         return
@@ -49,15 +49,21 @@ def add_drafts(core: Core, rows: list[StepRow], owed: int) -> None:
             rows[i] = replace(rows[i], num_tokens=1 + len(drafts), drafts=drafts, state=state)
 
 
-def drafts_follow(core: Core, plan: StepPlan) -> bool:
+def drafts_follow(core: Core, drafter: Drafter, plan: StepPlan) -> bool:
     """Whether drafts are expected to pay behind the tokens of `plan`, which is in flight."""
-    if core.drafter is None or not core.drafter.may_look_up:
+    if not drafter.may_look_up:
         return False
-    rows = [row for row in plan.rows if row.is_decode and row.samples and row.request.status is Status.RUNNING]
-    places = [Place(row.request, most) for row in rows if (most := _wanted(core, row.request, row.start + 2) - 1) > 0]
-    return bool(places) and core.drafter.follow(places, len(rows), mixed=len(rows) < len(plan.rows))
+    places, decoding = [], 0
+    for row in plan.rows:
+        request = row.request
+        if not (row.is_decode and row.samples) or request.status is not Status.RUNNING:
+            continue
+        decoding += 1
+        if (most := _wanted(core, request, len(request.output) + 1, row.start + 2)) > 0:
+            places.append(Place(request, most))
+    return bool(places) and drafter.follow(places, decoding, mixed=decoding < len(plan.rows))
 
 
-def _wanted(core: Core, request: Request, end: int) -> int:
-    """Drafts that its limits leave to a request whose tokens before position `end` are computed with them."""
-    return min(request.sampling.max_tokens - len(request.output), core.config.max_tokens_held - end) - 1
+def _wanted(core: Core, request: Request, output: int, end: int) -> int:
+    """Drafts that its limits leave to a request with `output` tokens of output, behind the position before `end`."""
+    return min(request.sampling.max_tokens - output, core.config.max_tokens_held - end) - 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from scheduler.drafts.chances import Chances
@@ -68,25 +69,28 @@ class Drafter:
         small model's step cannot spare: requests whose drafts are seldom right and not checked are looked at less."""
         if self._gain is None:
             return [self._proposer.propose(request, min(most, self._num_drafts)).tokens for request, most in places]
-        return self._choose(self._gain, places, rows, mixed, in_flight=0)
+        with self._measured():
+            return self._choose(self._gain, places, rows, mixed, in_flight=0)
 
     def follow(self, places: Sequence[Place], rows: int, *, mixed: bool) -> bool:
         """Whether drafts of one of the places, each of which has a token in flight, are expected to pay behind it."""
-        return self._gain is None or any(self._choose(self._gain, places, rows, mixed, in_flight=1))
+        if self._gain is None:
+            return True
+        with self._measured():
+            return any(self._choose(self._gain, places, rows, mixed, in_flight=1))
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """What it takes counts as time of look-ups."""
+        began = self._clock()
+        yield
+        if self._time_left is not None:
+            self._time_left -= self._clock() - began
 
     def _choose(
         self, gain: Gain, places: Sequence[Place], rows: int, mixed: bool, in_flight: int
     ) -> list[Sequence[int]]:
         """The first `in_flight` tokens of each proposal stand for those that the engine is about to deliver."""
-        began = self._clock()
-        chosen = self._chosen(gain, places, rows, mixed, in_flight)
-        if self._time_left is not None:
-            self._time_left -= self._clock() - began
-        return chosen
-
-    def _chosen(
-        self, gain: Gain, places: Sequence[Place], rows: int, mixed: bool, in_flight: int
-    ) -> list[Sequence[int]]:
         chosen: list[Sequence[int]] = [()] * len(places)
         due = [i for i, (request, _) in enumerate(places) if len(request.output) >= self._rest(request).until]
         if not due:

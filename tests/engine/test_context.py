@@ -26,10 +26,10 @@ class Driver:
         return call
 
 
-def begin(device: str) -> None:
+def begin(device: str, rules: str | None = None) -> None:
     """And wait for its thread."""
     before = set(threading.enumerate())
-    context.begin_context(EngineConfig(device=device))
+    context.begin_context(EngineConfig(device=device, rules=rules))
     for thread in set(threading.enumerate()) - before:
         thread.join()
 
@@ -49,6 +49,14 @@ def test_as_far_as_the_driver_goes(device, statuses, called, monkeypatch) -> Non
     monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
     begin(device)
     assert driver.called == called
+
+
+@pytest.mark.parametrize(("device", "asked"), [("auto", False), ("cuda", True)])
+def test_rules_may_leave_a_gpu_alone(device, asked, monkeypatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
+    begin(device, "cpu")
+    assert bool(driver.called) == asked
 
 
 def test_without_a_driver(monkeypatch) -> None:
