@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -11,19 +10,10 @@ import httpx
 import psutil
 import pytest
 
+from testing.processes import kill_all
 from testing.waiting import eventually
 from tests.api.conftest import serving
 from tests.batches.conftest import ADAPTERS, ENDED, answers, ended, ids, jsonl, line, start, upload
-
-
-def kill(process) -> None:
-    """The server and all its processes, at once."""
-    family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    for each in family:
-        each.send_signal(signal.SIGSTOP)
-    for each in family:
-        each.kill()
-    process.wait()
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -49,7 +39,7 @@ def test_a_server_killed_again_and_again_answers_each_line_once(model_dir: Path,
             eventually(far_enough)
             time.sleep(rng.random() * 0.02)  # anywhere between two events
             over = client.batches.retrieve(batch_id).status in ENDED
-            kill(running.process)
+            kill_all(running.process)
         if over:
             break
     with serving(model_dir, tmp_path, *flags) as running:
@@ -74,7 +64,7 @@ def test_an_upload_cut_off_leaves_nothing(model_dir: Path, tmp_path: Path) -> No
             while running.process.poll() is None:
                 yield b"x" * 2**20
                 if sum(path.stat().st_size for path in (data / "incoming").iterdir()) > 2**21:
-                    kill(running.process)
+                    kill_all(running.process)
 
         with pytest.raises(httpx.TransportError):
             running.http.post(

@@ -8,18 +8,12 @@ import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
+from testing.processes import engine_of, kill_all
 from testing.waiting import eventually
-from tests.batches.test_killed import kill
 from tests.e2e.conftest import serving
 from tests.tuning.test_jobs import KEYS, Tenant, supervised, talks
-
-
-def engine_of(process) -> psutil.Process:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return next(child for child in children if "engine" in child.cmdline())
 
 
 def losses(team: Tenant, job_id: str) -> dict[int, float]:
@@ -36,7 +30,7 @@ class Killed(Exception):
 def kill_behind_step(team: Tenant, job_id: str, step: int, delay_s: float) -> None:
     eventually(lambda: len(team.steps(job_id)) >= step)
     time.sleep(delay_s)  # anywhere between two events
-    kill(team.server.process)
+    kill_all(team.server.process)
     raise Killed
 
 
@@ -57,7 +51,7 @@ def test_a_job_outlives_kills_of_the_server_and_of_its_engine(tmp_path: Path):
     with serving(tmp_path, *flags) as server:
         team = Tenant(server, "key-a")
         eventually(lambda: team.steps(job_id))
-        engine_of(server.process).send_signal(signal.SIGKILL)
+        engine_of(server.process.pid).send_signal(signal.SIGKILL)
         job = team.ended(job_id)
         assert job.status == "succeeded", team.events(job_id)
         found = losses(team, job_id)
