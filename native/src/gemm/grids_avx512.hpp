@@ -73,66 +73,79 @@ inline __attribute__((always_inline)) void find_above(__m512i high, int at, int 
   }
 }
 
-// Vector j of 8 with its signs: entries, and under the bias 128 less those that are negative.
-inline __attribute__((always_inline)) __m512i with_signs(__m512i values, __m512i signs, int j) {
-  const __m128i lanes = _mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c);
-  const __m128i bytes = _mm_or_si128(lanes, _mm_set1_epi32(0x01010101 * (j / 2)));
-  const __m512i bits = _mm512_set1_epi32(j % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010));
-  const __m512i spread = _mm512_shuffle_epi8(signs, _mm512_broadcast_i32x4(bytes));
-  return _mm512_mask_sub_epi8(values, _mm512_test_epi8_mask(spread, bits), _mm512_set1_epi8(-128), values);
-}
-
-// Block `index` of a panel, at `block`.
+// A block of a panel whose entries have been looked up: signs, and the codes of each vector of indices.
 template <Format F>
-inline void decode(const uint8_t* panel, const uint8_t* block, int64_t index, Decoded<F>& to) {
-  constexpr Grid grid = info(F).grid;
-  const auto& codes = codes_of<F>();
-  const uint8_t* meta = unit_of<F>(panel, index);
-  const int64_t b = index % (kSuper / kBlock);
-  const auto bytes_of = [meta](int64_t at) __attribute__((always_inline)) {
-    return _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(meta + at)));
-  };
-  const __m512i words = _mm512_load_si512(block);
-  const __m512i signs = grid_signs<F>(words);
-  const auto store = [&](int j, __m512i values) __attribute__((always_inline)) {
-    _mm512_store_si512(to.quants + 64 * j, with_signs(values, signs, j));
-  };
-  const __m512i values = _mm512_load_si512(codes.values);
+class GridBlock {
+ public:
+  GridBlock() = default;
+  // Block `index` of a panel, at `block`.
+  inline __attribute__((always_inline)) GridBlock(const uint8_t* panel, const uint8_t* block, int64_t index)
+      : meta_(unit_of<F>(panel, index)), in_unit_(index % (kSuper / kBlock)), words_(_mm512_load_si512(block)) {
+    signs_ = grid_signs<F>(words_);
 #pragma GCC unroll 2
-  for (int v = 0; v < kBlock / grid.values / 4; ++v) {
-    __mmask64 above[2] = {};
-    if constexpr (grid.high != 0) {
-      find_above<F>(bytes_of(grid.high + 16 * b), 0, 0, v, above);
-    } else if constexpr (grid.index_bits > 8) {
-      find_above<F>(words, 3, 4, v, above);
-    }
-    const __m512i low = _mm512_load_si512(block + kGridWords + v * 64);
-    const __m512i first = codes_at<F>(codes.first, low, above);
-    const __m512i second = codes_at<F>(codes.second, low, above);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (grid.values == 8) {
-        store(2 * i, _mm512_permutexvar_epi8(bits_from(first, i, 2, 0), values));
-        store(2 * i + 1, _mm512_permutexvar_epi8(bits_from(second, i, 2, 0), values));
-      } else {
-        const __m512i third = bits_from(second, i, 1, -2);
-        const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), bits_from(first, i, 2, 0), third,
-                                                       0xca);  // 3 ? first : third
-        store(4 * v + i, _mm512_permutexvar_epi8(code, values));
+    for (int v = 0; v < kVectors; ++v) {
+      __mmask64 above[2] = {};
+      if constexpr (grid.high != 0) {
+        find_above<F>(bytes_at(grid.high + 16 * in_unit_), 0, 0, v, above);
+      } else if constexpr (grid.index_bits > 8) {
+        find_above<F>(words_, 3, 4, v, above);
       }
+      const __m512i low = _mm512_load_si512(block + kGridWords + v * 64);
+      first_[v] = codes_at<F>(codes_of<F>().first, low, above);
+      second_[v] = codes_at<F>(codes_of<F>().second, low, above);
     }
   }
-  const __m512 d = _mm512_mul_ps(half_scales(meta), _mm512_set1_ps(grid.step));
-  for (int g = 0; g < groups_of(F); ++g) {
-    __m512i factor = _mm512_srli_epi32(words, 28);
+
+  // Vector j of 8: under the bias, negative where a sign's bit is set, which is bit 5 of the index of a value.
+  inline __attribute__((always_inline)) __m512i vector(int j) const {
+    __m512i code;
+    if constexpr (grid.values == 8) {
+      code = bits_from(j % 2 == 0 ? first_[0] : second_[0], j / 2, 2, 0);
+    } else {
+      const __m512i third = bits_from(second_[j / 4], j % 4, 1, -2);
+      code = chosen(3, bits_from(first_[j / 4], j % 4, 2, 0), third);
+    }
+    const __m512i sign = bits_from(signs_, j / 2, 1, j % 2 * 4 - 5);
+    return _mm512_permutexvar_epi8(chosen(32, sign, code), _mm512_load_si512(codes_of<F>().values));
+  }
+
+  inline __attribute__((always_inline)) __m512 scale(int g) const {
+    __m512i factor = _mm512_srli_epi32(words_, 28);
     if constexpr (info(F).steps != 0) {
-      const int64_t nth = b * groups_of(F) + g;
-      const __m512i pair = bytes_of(info(F).steps + 16 * (nth / 2));
+      const int64_t nth = in_unit_ * groups_of(F) + g;
+      const __m512i pair = bytes_at(info(F).steps + 16 * (nth / 2));
       factor = _mm512_and_si512(_mm512_srl_epi32(pair, _mm_cvtsi64_si128(nth % 2 * 4)), _mm512_set1_epi32(15));
     }
     const __m512i twice = _mm512_or_si512(_mm512_slli_epi32(factor, 1), _mm512_set1_epi32(1));
-    _mm512_store_ps(to.scales[g], _mm512_mul_ps(d, _mm512_cvtepi32_ps(twice)));
+    const __m512 d = _mm512_mul_ps(half_scales(meta_), _mm512_set1_ps(grid.step));
+    return _mm512_mul_ps(d, _mm512_cvtepi32_ps(twice));
   }
+
+ private:
+  static constexpr Grid grid = info(F).grid;
+  static constexpr int kVectors = kBlock / grid.values / 4;
+
+  // In every byte, these bits of one and the others of another.
+  static inline __attribute__((always_inline)) __m512i chosen(char bits, __m512i of, __m512i others) {
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi8(bits), of, others, 0xca);
+  }
+
+  inline __attribute__((always_inline)) __m512i bytes_at(int64_t at) const {
+    return _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(meta_ + at)));
+  }
+
+  const uint8_t* meta_;
+  int64_t in_unit_;
+  __m512i words_, signs_, first_[kVectors], second_[kVectors];
+};
+
+// The same in memory.
+template <Format F>
+inline void decode(const uint8_t* panel, const uint8_t* block, int64_t index, Decoded<F>& to) {
+  const GridBlock<F> found(panel, block, index);
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) _mm512_store_si512(to.quants + 64 * j, found.vector(j));
+  for (int g = 0; g < groups_of(F); ++g) _mm512_store_ps(to.scales[g], found.scale(g));
 }
 
 // Block `index` of a panel as vectors: as it lies there, or decoded.

@@ -36,18 +36,27 @@ class Blocks {
   explicit Blocks(const Tile& t) : meta_(t.w), at_(t.decoded), panel_bytes_(t.panel_bytes) {
     if constexpr (!Ready) {
       at_ = t.w + meta_size(F, t.k) + t.part.first * info(F).quant_bytes;
-      read_unit(t.part.first);
+      if constexpr (!has_grid(F)) read_unit(t.part.first);
     }
   }
   inline __attribute__((always_inline)) void begin(int64_t b) {
-    if (!Ready && info(F).steps != 0 && b % (kSuper / kBlock) == 0) read_unit(b);
+    if constexpr (Ready) {
+      static_cast<void>(b);
+    } else if constexpr (has_grid(F)) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) found_[n] = GridBlock<F>(meta_ + n * panel_bytes_, block(n), b);
+    } else if constexpr (info(F).steps != 0) {
+      if (b % (kSuper / kBlock) == 0) read_unit(b);
+    }
   }
   inline __attribute__((always_inline)) __m512i quants(int n, int j) const {
     if constexpr (Ready) return _mm512_load_si512(block(n) + 64 * j);
+    if constexpr (has_grid(F) && !Ready) return found_[n].vector(j);
     return ktserve::quants<F>(block(n), j);
   }
   inline __attribute__((always_inline)) __m512 scale(int n, int64_t b, int g) const {
     if constexpr (Ready) return _mm512_load_ps(reinterpret_cast<const Decoded<F>*>(block(n))->scales[g]);
+    if constexpr (has_grid(F) && !Ready) return found_[n].scale(g);
     return scale_of<F>(unit_[n], meta_ + n * panel_bytes_, b, g);
   }
   inline __attribute__((always_inline)) __m512 minimum(int n, int64_t b, int g) const {
@@ -68,6 +77,7 @@ class Blocks {
   const uint8_t *meta_, *at_;
   int64_t panel_bytes_;
   UnitScales unit_[N];
+  std::conditional_t<has_grid(F) && !Ready, GridBlock<F>, char> found_[N];
 };
 
 template <Format F, int M, int N, bool Alone, bool Ready>
@@ -242,7 +252,8 @@ void dot_format(const DotArgs& a) {
     } else if constexpr (plain(F)) {
       for (; p < a.panels; ++p) dot_panels<F, How, 1>(a, p);
     } else {
-      for (; p + 4 <= a.panels; p += 4) dot_panels<F, How, 4>(a, p);
+      if constexpr (!has_grid(F))  // four looked up at once do not fit the registers
+        for (; p + 4 <= a.panels; p += 4) dot_panels<F, How, 4>(a, p);
     }
   }
   for (; p + 2 <= a.panels; p += 2) dot_panels<F, How, 2>(a, p);
@@ -256,7 +267,7 @@ void dot_rows(const DotArgs& a) {
   if constexpr (F == Format::bf16 && Floats) {
     dot_format<F, By::floats>(a);
   } else if constexpr (has_grid(F)) {
-    dot_format<F, By::decoded>(a);
+    a.rows > most_rows<F, 2>() ? dot_format<F, By::decoded>(a) : dot_format<F, By::panels>(a);
   } else if constexpr (plain(F) || low_bits(F) == 8) {
     dot_format<F, By::panels>(a);
   } else {

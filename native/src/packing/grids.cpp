@@ -33,8 +33,10 @@ constexpr GridTable<Word, Entries> table(const uint8_t* levels, const char (&dig
 template <class Word, int Entries, int Levels>
 constexpr GridCodes<Entries> codes(const GridTable<Word, Entries>& table, const uint8_t (&levels)[Levels]) {
   GridCodes<Entries> made{};
-  for (int i = 0; i < 64; ++i)
-    made.values[i] = static_cast<uint8_t>(levels[i % (Levels == 8 ? 8 : 4) % Levels] + kBias);
+  for (int i = 0; i < 64; ++i) {
+    const int level = levels[i % (Levels == 8 ? 8 : 4) % Levels];
+    made.values[i] = static_cast<uint8_t>(kBias + (i < 32 ? level : -level));
+  }
   for (int e = 0; e < Entries; ++e) {
     for (size_t value = 0; value < sizeof(Word); ++value) {
       int code = 0;

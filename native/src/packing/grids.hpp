@@ -25,7 +25,7 @@ template <int Entries>
 struct alignas(64) GridCodes {
   uint8_t first[Entries];
   uint8_t second[Entries];
-  uint8_t values[64];  // of levels, with the bias, over and over
+  uint8_t values[64];  // of levels, with the bias, over and over; the upper half negative
 };
 
 extern const GridCodes<256> kCodes2xxs;
