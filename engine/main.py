@@ -88,6 +88,7 @@ def _run(args: argparse.Namespace, config: EngineConfig, make_tuner: MakeTuner |
 def _serve(config: EngineConfig, address: str, heartbeat: str, make_tuner: MakeTuner | None) -> int:
     from engine.launch.context import begin_context
     from engine.launch.process import EngineProcess
+    from engine.lora.fork_server import ForkServer
     from engine.weights.ahead import read_ahead
 
     process = EngineProcess(address, heartbeat)
@@ -100,9 +101,12 @@ def _serve(config: EngineConfig, address: str, heartbeat: str, make_tuner: MakeT
 
         mapped = read_ahead(config)
         begin_context(config)
+        readers = ForkServer()
+        if config.adapters:
+            readers.start()
         try:
             build = _imported()
-            core, ready = build(*args, mapped)
+            core, ready = build(*args, mapped, readers)
         finally:
             if mapped is not None:
                 mapped.drop()

@@ -8,12 +8,14 @@ from collections.abc import Callable
 PATIENCE_S = 120.0
 
 
-def eventually(check: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S) -> None:
-    """Return once `check` is true."""
+def eventually(
+    check: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S, every_s: float = 0.01
+) -> None:
+    """Return once `check` is true, looked at `every_s`."""
     deadline = time.monotonic() + patience_s
     while not check():
         assert time.monotonic() < deadline, what or "it did not happen"
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 def comes_to_rest(share: float = 0.01, window_s: float = 0.3) -> None:

@@ -31,6 +31,7 @@ from engine.launch.leader import Leader
 from engine.launch.warm import warm_up
 from engine.lora.adapters import Adapters
 from engine.lora.files.whole import base_tables
+from engine.lora.fork_server import ForkServer
 from engine.lora.loader import AdapterReader
 from engine.lora.reader_process import ReaderProcesses
 from engine.memory.idle import IdleMemory
@@ -42,7 +43,6 @@ from engine.planning.drafts import make_drafter, mtp_drafts, padded_rows
 from engine.planning.expected import MachineRates, expected_of, measure
 from engine.planning.plan import EnginePlan, computes_chunks, plan_engine
 from engine.ranks.group import ALONE, Group
-from engine.ranks.progress import Stage
 from engine.steps.graphs.padded import graph_blocker
 from engine.steps.lane import PromptLane
 from engine.steps.proposals import Proposals
@@ -113,7 +113,7 @@ def _assemble(
     if lane is not None:
         warm_up(lane.runner, plan, progress, short=False)
     if leader is not None:
-        leader.progress.enter(Stage.SERVING)
+        leader.all_prepared()
     rates = _measured(plan, backends.pool, progress)
     if backends.cache is not None:
         backends.cache.own()
@@ -287,12 +287,14 @@ def build(
     send: Callable[[FromEngine], None],
     progress: Progress,
     mapped: _native.MappedFiles | None = None,
+    fork_server: ForkServer | None = None,
 ) -> tuple[EngineCore, Ready]:
-    """The whole way. Adapters given at start are planned for; the api loads them. `mapped`: as of `make_backends`."""
+    """The whole way. Adapters given at start are planned for; the api loads them. `mapped`: as of `make_backends`;
+    `fork_server`: as of `ReaderProcesses`."""
     plan = plan_engine(config)
     plan.memory.check(config.force_memory_plan)
     send(Planned(lines=plan.lines))
-    core = assemble(plan, send, progress, mapped=mapped)
+    core = assemble(plan, send, progress, ReaderProcesses(fork_server=fork_server), mapped)
     model = plan.source.config
     ready = Ready(
         model_name=model_name(config),

@@ -36,7 +36,7 @@ from engine.ranks.group import Ranks
 from engine.ranks.progress import Progress, Stage, Wait
 from engine.ranks.shard import Shard
 from engine.ranks.watch import Watch
-from engine.steps.orders import Begin, Loaded, Step, decode, encode
+from engine.steps.orders import Begin, Loaded, Prepared, Step, decode, encode
 from engine.steps.runner import ModelRunner
 
 _Order = TypeVar("_Order", Begin, Step)
@@ -82,6 +82,7 @@ def _serve(orders: Connection, slots: socket.socket) -> NoReturn:
     threading.Thread(target=_fill_slots, args=(slots, runner.model), name="slots", daemon=True).start()
     gc.collect()
     gc.freeze()
+    orders.send_bytes(encode(Prepared()))
     while True:
         order = _order(orders, progress, Step)
         progress.begin_step()

@@ -34,7 +34,7 @@ from engine.ranks.adapters import adapter_part
 from engine.ranks.group import Ranks
 from engine.ranks.progress import Progress, Stage, Wait
 from engine.ranks.watch import BEAT_S, LIMITS, Limits, Watch
-from engine.steps.orders import Begin, Loaded, Step, decode, encode
+from engine.steps.orders import Begin, Loaded, Prepared, Step, decode, encode
 from ktserve.launcher import die_with_parent, program
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Leader(Ranks):
 
     def meet(self) -> None:
         """Waits until all ranks have loaded and meets them. Raises what one of them could not do."""
-        self.progress.begin_wait(Wait.LOADED)
+        self.progress.begin_wait(Wait.OTHERS)
         for member in self._members:
             member.loaded()
         self.progress.end_wait()
@@ -82,6 +82,17 @@ class Leader(Ranks):
     def begin(self, decode_steps: str) -> None:
         """How all ranks run decode steps."""
         self._tell(encode(Begin(decode_steps)))
+
+    def all_prepared(self) -> None:
+        """Waits until each rank takes steps."""
+        self.progress.begin_wait(Wait.OTHERS)
+        for member in self._members:
+            try:
+                member.prepared()
+            except (EOFError, OSError):
+                self._end("; ".join(self._ended()))
+        self.progress.end_wait()
+        self.progress.enter(Stage.SERVING)
 
     def announce(self, step: Step) -> None:
         """Before its first exchange."""
@@ -207,6 +218,12 @@ class _Member:
         if answer.error:
             message = f"rank {self.rank}: {answer.error}"
             raise UserError(message, answer.field) if answer.user else EngineError(message)
+
+    def prepared(self) -> None:
+        """Raises EOFError, OSError: it has ended."""
+        answer = decode(self.orders.recv_bytes())
+        if not isinstance(answer, Prepared):
+            raise EngineError(f"rank {self.rank} answered {type(answer).__name__} when it was to prepare")
 
     def send_adapter(self, slot: int, part: AdapterWeights) -> None:
         head, file = write_sealed(part)

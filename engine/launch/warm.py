@@ -9,6 +9,7 @@ import torch
 
 from engine.attention.base import BLOCK_SIZE
 from engine.errors import EngineError
+from engine.experts.gpu.compute import chunk_lengths
 from engine.model.load import Progress
 from engine.model.step import OutputKind
 from engine.planning.plan import EnginePlan, computes_chunks
@@ -18,18 +19,20 @@ from scheduler.plan import NO_STATE, RowState, StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 
 SHORT = (5, 48)  # tokens: a GPU's kernels differ in their tiles, and are compiled again for odd numbers
-LONG = (320, 2048, 8192)  # where a GPU computes experts of such chunks
 
 
 def warm_up(
     runner: ModelRunner, plan: EnginePlan, progress: Progress, *, short: bool = True, long: bool = True
 ) -> None:
-    """Where steps run on a GPU; of several, on each of them at once. `short`, `long`: which prompts the runner may get.
+    """Where steps run on a GPU; of several, on each of them at once. `short`, `long`: which prompts the runner may get,
+    long ones where a GPU computes experts of such chunks.
     EngineError: what failed, and which prompt."""
     if runner.device.type == "cpu":
         return
-    most = min(plan.token_budget, plan.max_model_len)
-    wanted = (*(SHORT if short else ()), *(LONG if long and computes_chunks(plan.placement) else ()))
+    most, model = min(plan.token_budget, plan.max_model_len), plan.source.config
+    wanted = list(SHORT if short else ())
+    if long and computes_chunks(plan.placement):
+        wanted += chunk_lengths(model.num_experts, model.num_experts_per_tok)
     lengths = [n for n in wanted if n <= most]
     todo = [(n, slot) for n in lengths for slot in ((0, 1) if plan.config.max_adapter_slots else (0,))]
     stage = "Compiling kernels for prompts"

@@ -29,13 +29,20 @@ _BYTES = 1  # of a message that brings a socket
 
 
 class ForkServer:
-    """The engine's side. Starts the server when it is needed, and again if it has died, until `close`."""
+    """The engine's side. Starts the server when it is needed, or ahead of that, and again if it has died, until
+    `close`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+
+    def start(self) -> None:
+        """Ahead of the first fork, which need not wait for imports then; where no process can be started now, it is
+        tried again there."""
+        with self._lock, suppress(OSError):
+            self._start()
 
     def fork(self) -> socket.socket:
         """A socket to a job of its own; closing it ends the job. It ends without a word of how the job ended if the

@@ -1,6 +1,6 @@
 """Adapters are parsed in processes of their own: whatever a folder holds, it costs its reader process, not the engine.
 
-    engine ──ParseRequest──> fork server (torch imported once, at the first load) ──fork──> limits itself, parses
+    engine ──ParseRequest──> fork server (torch imported once, ahead of a load) ───fork──> limits itself, parses
        <───────────────── _Opened: bytes of the files ────────────────────────────────────────┤
        <───────────────── _Parsed: the adapter's size; or _Refused: the reason ───────────────┤
        ────────────────── _TAKE: there is room for it ─────────────────────────────────────> writes sealed memory
@@ -130,11 +130,12 @@ class ParsedAdapter(NamedTuple):
 
 class ReaderProcesses:
     """Parses folders, each in a process of its own, which ends with `take` or `close` of what it has parsed. Several
-    threads may `parse`; `close` may come from another and ends what is in progress."""
+    threads may `parse`; `close` may come from another and ends what is in progress. `fork_server`: one that may have
+    been started already; `close` ends it."""
 
-    def __init__(self, limits: Limits = Limits()) -> None:
+    def __init__(self, limits: Limits = Limits(), fork_server: ForkServer | None = None) -> None:
         self._limits = limits
-        self._fork_server = ForkServer()
+        self._fork_server = fork_server or ForkServer()
 
     def parse(self, request: ParseRequest) -> ParsedAdapter:
         """UserError with the reason, whatever went wrong with the folder; ReaderLostError."""

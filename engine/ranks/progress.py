@@ -29,7 +29,7 @@ class Wait(IntEnum):
     STEP = 1  # that rank 0 sends
     EXCHANGE = 2
     RESULTS = 3  # of a step on the GPU
-    LOADED = 4  # all ranks
+    OTHERS = 4  # to be where it is, while they start
     SENT = 5  # a step, to the other ranks
 
 

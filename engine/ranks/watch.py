@@ -85,7 +85,7 @@ class Watch:
 
 def _waits(place: Place) -> bool:
     """For another rank. No rank is idle before all serve: what each does is part of the start."""
-    return place.wait in (Wait.EXCHANGE, Wait.RESULTS, Wait.LOADED, Wait.SENT) or place.stage is Stage.PREPARING
+    return place.wait in (Wait.EXCHANGE, Wait.RESULTS, Wait.OTHERS, Wait.SENT) or place.stage is Stage.PREPARING
 
 
 def missing(places: list[Place]) -> list[int]:
@@ -124,7 +124,7 @@ _WAITS = {
     Wait.STEP: "waits for the next step",
     Wait.EXCHANGE: "waits in it",
     Wait.RESULTS: "waits for its GPU",
-    Wait.LOADED: "waits until all have loaded",
+    Wait.OTHERS: "waits for the other ranks",
     Wait.SENT: "waits until others take a step",
 }
 

@@ -1,4 +1,5 @@
-"""What rank 0 tells the others: how decode steps run, then each step before it launches it."""
+"""What rank 0 tells the others: how decode steps run, then each step before it launches it; and what they answer while
+they start."""
 
 from __future__ import annotations
 
@@ -28,6 +29,10 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
     """All ranks have loaded. `decode`: as `cuda_graphs` of the settings, decided for all ranks."""
 
     decode: str
+
+
+class Prepared(msgspec.Struct, tag=True, frozen=True):
+    """From a rank: it waits for steps."""
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
@@ -96,4 +101,4 @@ class StepLeader(Protocol):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Loaded | Begin | Step).decode
+decode = msgspec.msgpack.Decoder(Loaded | Begin | Prepared | Step).decode

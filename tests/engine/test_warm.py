@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import EngineError, ExpertBackendError
+from engine.experts.gpu.compute import CHUNK_ROWS, WIDE_ROWS, chunk_lengths
+from engine.experts.gpu.layout import Sizes
+from engine.experts.gpu.products import tiles_for
+from engine.experts.gpu.widened import Widened
 from engine.launch import warm
 from engine.launch.warm import run_prompt
 from engine.steps.runner import ModelRunner
@@ -51,28 +55,41 @@ def test_prompts_without_a_valid_token_change_nothing(family, backend):
     engine.close()
 
 
+@settings(deadline=None)
+@given(st.integers(1, 9).map(lambda n: 1 << n), st.integers(1, 10))
+def test_chunks_of_every_way_are_tried(experts: int, top_k: int) -> None:
+    sizes = Sizes(experts, min(top_k, experts), 128, 128)
+
+    def way(rows: int) -> tuple[int, bool, bool]:
+        return tiles_for(sizes, rows, torch.bfloat16).bm, Widened.pays(sizes, rows), rows <= WIDE_ROWS
+
+    tried = [warm.SHORT[-1], *chunk_lengths(sizes.experts, sizes.top_k)]
+    assert {way(rows) for rows in range(warm.SHORT[-1], CHUNK_ROWS + 1)} == {way(rows) for rows in tried}
+
+
 def test_what_fails_in_a_prompt_is_said_with_it(monkeypatch):
     """On a GPU; here what would run there is not."""
     ran: list[tuple[int, int]] = []
 
     def run(runner: ModelRunner, tokens: int, slot: int, scratch_block: int) -> None:
         ran.append((tokens, slot))
-        if ran[-1] == (320, 1):
+        if ran[-1] == (257, 1):
             raise ExpertBackendError("no room")
 
     def prompts_of(tokens: int, slots: int, chunks: bool) -> list[tuple[int, int]]:
         ran.clear()
         plan: Any = SimpleNamespace(token_budget=tokens, max_model_len=8192, num_blocks=4, placement=None)
         plan.config = EngineConfig(max_adapter_slots=slots)
+        plan.source = SimpleNamespace(config=SimpleNamespace(num_experts=128, num_experts_per_tok=8))
         monkeypatch.setattr(warm, "computes_chunks", lambda placement: chunks)
         runner: Any = SimpleNamespace(device=torch.device("cuda"))
         warm.warm_up(runner, plan, lambda *_: None)
         return list(ran)
 
     monkeypatch.setattr(warm, "run_prompt", run)
-    assert prompts_of(8192, 0, True) == [(n, 0) for n in (5, 48, 320, 2048, 8192)]
+    assert prompts_of(8192, 0, True) == [(n, 0) for n in (5, 48, 257, 1537, 4097, 5120)]
     assert prompts_of(47, 2, True) == [(5, 0), (5, 1)]
     assert prompts_of(512, 1, False) == [(n, slot) for n in (5, 48) for slot in (0, 1)]
-    said = "a prompt of 320 tokens with an adapter, tried before the server listens: ExpertBackendError: no room"
+    said = "a prompt of 257 tokens with an adapter, tried before the server listens: ExpertBackendError: no room"
     with pytest.raises(EngineError, match=said):
         prompts_of(512, 1, True)

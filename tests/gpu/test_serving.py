@@ -21,10 +21,12 @@ from engine.experts.streamed.backend import NEVER, StreamedExperts
 from engine.launch import assemble
 from engine.messages import Failed, Finished
 from engine.ops.gpu import GpuOps
+from scheduler.drafts import Drafter
 from scheduler.plan import StepPlan
 from testing.harness import Harness, greedy
 from testing.models.tiny import FAMILIES, save_hf, tiny_model
 from tests.engine.family import Family
+from tests.engine.knowing import Knowing
 from tests.engine.parity import CLEAR, prompts
 
 pytestmark = pytest.mark.gpu
@@ -128,10 +130,13 @@ def test_graphs_equal_plain_launches(family, names, experts):
 @pytest.mark.parametrize("experts", ["native", "gpu"])
 def test_drafts_are_rows_of_a_graph(family, monkeypatch, experts):
     """Beside adapters, with and without steps launched ahead."""
-    names, asked = [None, "adapter-0", "adapter-2"], [prompt * 3 for prompt in prompts(1, [3, 9, 20])]
+    names, asked = [None, "adapter-0", "adapter-2"], prompts(1, [3, 9, 20])
+    wanted = [greedy(family.merged[name], prompt, 24)[0] for name, prompt in zip(names, asked, strict=True)]
+    texts = [prompt + tokens for prompt, tokens in zip(asked, wanted, strict=True)]
     for overlap in (False, True):
         config = {"max_num_seqs": 4, "expert_backend": experts, "speculate": "ngram:4:always", "overlap": overlap}
         engine = family.engine(**(GPU | config))
+        engine.core.scheduler._core.drafter = Drafter(Knowing(texts, 2), 4, always=True)
         padded, steps = engine.runner.padded, []
         launch = padded.launch
         monkeypatch.setattr(
@@ -140,8 +145,8 @@ def test_drafts_are_rows_of_a_graph(family, monkeypatch, experts):
         got = engine.generate(asked, names, max_tokens=24)
         engine.close()
         assert any(not arrays.single for arrays in steps)
-        for name, prompt, tokens in zip(names, asked, got, strict=True):
-            assert agree(family.merged[name], prompt, greedy(family.merged[name], prompt, 24)[0], tokens)
+        for name, prompt, one, other in zip(names, asked, wanted, got, strict=True):
+            assert agree(family.merged[name], prompt, one, other)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -14,6 +14,7 @@ import pytest
 
 from engine.errors import AdapterError, EngineError
 from engine.lora.files.parse import parse_adapter
+from engine.lora.fork_server import ForkServer
 from engine.lora.reader_process import Limits, ParsedAdapter, ParseRequest, ReaderLostError, ReaderProcesses
 from testing.waiting import eventually
 from tests.lora import make
@@ -64,11 +65,17 @@ def test_time_is_bounded(reader: ReaderProcesses, folder: Path, monkeypatch: pyt
         read(reader, request(folder))
 
 
-def test_close_ends_a_read_and_leaves_nothing(folder: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_close_ends_a_read_and_leaves_nothing(folder: Path, ahead: bool) -> None:
     """No process, of reads that were given up neither, and no descriptor; and none is made later."""
     before, errors = psutil.Process().num_fds(), []
-    reader = ReaderProcesses(Limits(cpu_s=600))
+    reader = ReaderProcesses(Limits(cpu_s=600), fork_server := ForkServer())
+    if ahead:
+        fork_server.start()
+    first = fork_server._process
+    assert (first is not None) == ahead
     assert_same(read(reader, request(folder)), WEIGHTS)
+    assert not ahead or fork_server._process is first
     reader.parse(request(folder)).close()
     assert reader._fork_server._process is not None
     server = psutil.Process(reader._fork_server._process.pid)

@@ -18,8 +18,8 @@ from testing.harness import Harness, greedy
 from testing.models.gguf_writer import save_gguf
 from testing.models.quantised import FP8_CONFIG, save_quantised
 from testing.models.tiny import STATEFUL, save_hf, tiny_model
+from tests.engine.knowing import Knowing
 from tests.engine.parity import CLEAR, prompts
-from tests.engine.test_state_logits import Knowing
 from tests.engine.test_states import ATTENTION, DELTA, EXPERTS, SEPARATE, SHARED, trained
 from tests.parallel import forks
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from engine.messages import Ready
+from engine.ranks.progress import Progress, Stage, Wait
 from testing.processes import gone
 from testing.waiting import eventually
 from tests.parallel.engines import Engine
@@ -53,6 +55,37 @@ def test_a_rank_that_is_stopped_ends_all(tmp_path, engines, late, idle):
     assert len(steps) == 3 and (max(steps) == 0 if idle else min(steps) > 1), said
     assert said.count("the engine ends") == 1
     eventually(lambda: all(map(gone, ranks)), "a rank is left")
+
+
+@pytest.mark.parametrize(
+    ("stage", "wait"),
+    [
+        (Stage.LOADING, Wait.NOTHING),
+        (Stage.LOADING, Wait.STEP),
+        (Stage.CONNECTING, Wait.EXCHANGE),
+        (Stage.CONNECTING, Wait.STEP),
+        (Stage.PREPARING, Wait.NOTHING),
+    ],
+)
+def test_none_is_ready_before_all_are(tmp_path, engines, monkeypatch, stage, wait):
+    """A rank that is paused on its way; the limits of a group that serves hold from then on."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    engines.append(Engine(tmp_path, 2, 60, 60))
+    eventually(lambda: len(engines[0].pids()) == 2, "rank 1 is not started")
+    rank, (file,) = engines[0].pids()[1], tmp_path.glob("ktserve-*/progress")
+    progress = Progress.open(file, 0)
+
+    def is_there() -> bool:
+        place = progress.places()[1]
+        return (place.stage, place.wait) == (stage, wait) or place.stage > stage
+
+    eventually(is_there, "rank 1 does not get there", every_s=0.0)
+    os.kill(rank, signal.SIGSTOP)
+    later = threading.Timer(1.0, os.kill, (rank, signal.SIGCONT))
+    later.start()
+    engines[0].until(Ready)
+    assert [place.stage for place in progress.places()] == [Stage.SERVING] * 2
+    later.join()
 
 
 def test_a_rank_that_stops_while_it_starts_ends_all(tmp_path, engines):

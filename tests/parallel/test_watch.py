@@ -114,7 +114,7 @@ def test_a_start_may_take_longer():
     ranks = group(2)
     ranks[1].progress.enter(Stage.LOADING)
     ranks[0].progress.enter(Stage.LOADING)
-    ranks[0].progress.begin_wait(Wait.LOADED)
+    ranks[0].progress.begin_wait(Wait.OTHERS)
     view = Lateness(ranks[0].progress, LIMITS)
     assert not any(looks(view, 100, ranks, ranks[1].progress.loaded_part))
     said = looks(view, 51, ranks)

@@ -56,12 +56,13 @@ def raw_blocks(type: str, rows: int, k: int, seed: int) -> npt.NDArray[np.uint8]
 
 @contextmanager
 def pieces_of(values: int) -> Iterator[None]:
-    held = dequant.PIECE_VALUES
-    dequant.PIECE_VALUES = values
+    """Of plain types too."""
+    held = dequant.PIECE_VALUES, dequant._PLAIN
+    dequant.PIECE_VALUES, dequant._PLAIN = values, 1
     try:
         yield
     finally:
-        dequant.PIECE_VALUES = held
+        dequant.PIECE_VALUES, dequant._PLAIN = held
 
 
 @settings(max_examples=300, deadline=None)
@@ -212,7 +213,7 @@ def test_calls_come_in_order_and_few_at_a_time(count: int, most: int, fails: int
 def test_what_is_held_does_not_grow_with_the_tensors() -> None:
     """Buffers of a piece each, twice as many as are read ahead; of bytes that must be made, a few tensors' ahead."""
     sizes = []
-    with pieces_of(1 << 8):  # numbers are read four times as many at a time
+    with pieces_of(1 << 10):
         for rows in (64, 512):
             raw = raw_blocks("BF16", rows, 1024, 0)
             staging = Staging(CPU)

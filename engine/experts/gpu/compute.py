@@ -15,7 +15,9 @@ from engine.experts.gpu.index import MOST_CHOICES, Index, add_touched, build, mo
 from engine.experts.gpu.layout import SILU_ALONE, Elementwise, ExpertLayout, Sizes
 from engine.experts.gpu.nvrtc import Kernel
 from engine.experts.gpu.products import (
+    FEW_EACH,
     LEAST_BLOCK_ROWS,
+    MIDDLE_EACH,
     Product,
     Tiles,
     choice_products,
@@ -25,12 +27,22 @@ from engine.experts.gpu.products import (
     tiled_products,
     tiles_for,
 )
+from engine.experts.gpu.widened import ROWS as WIDENED_EACH
 from engine.experts.gpu.widened import Widened
 from engine.lora.adapter import RANK_STEP, padded_rank
 
 CHUNK_ROWS = 8192  # rows computed at a time: bounds the scratch memory
 WIDE_ROWS = 4096  # of a chunk, up to which a choice's result is kept in float32 before a row's are added up
 _F32 = 4
+
+
+def chunk_lengths(experts: int, top_k: int) -> list[int]:
+    """Rows of chunks, rising, the fewest of each way: by larger blocks, as plain numbers, or with narrower results than
+    fewer rows are computed."""
+    first = {WIDE_ROWS + 1, -(-WIDENED_EACH * experts // top_k)}
+    first |= {each * experts // top_k + 1 for each in (FEW_EACH, MIDDLE_EACH)}
+    return sorted(rows for rows in first if rows <= CHUNK_ROWS)
+
 
 Parts: TypeAlias = Iterable[tuple[Product, torch.Tensor]]  # products, and the expert slots [E] of the experts in each
 

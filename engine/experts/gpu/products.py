@@ -15,7 +15,8 @@ VECTOR_ROWS, BYTE_VECTOR_ROWS = 0.4, 1.0
 CHOICE_ROWS = 0.7  # ... and up to which, without adapters, each choice is computed by itself
 CUDA_CHOICE_ROWS = 1.0  # the same of the kernels in CUDA C++
 PLAIN_CHOICE_ROWS = 0.4  # the same of weights that are not quantised: more rows choose experts together
-_FEW_ROWS, _MANY_ROWS = 16, 128  # of a block
+FEW_EACH, MIDDLE_EACH = 16, 96  # rows of an expert, on average, up to which blocks have 16 and 64
+_MANY_ROWS = 128  # of a block
 _FEW_COLUMNS = 64  # of a program, of blocks of 16 rows
 _MANY_STEP = 128  # values of K at a time
 INTEGERS = (torch.bfloat16,)  # types of models whose single rows meet quantised weights in int8
@@ -57,10 +58,10 @@ def tiles_for(sizes: Sizes, rows: int, dtype: torch.dtype) -> Tiles:
     bk = 32 if float32 else 128
     each = rows * sizes.top_k / sizes.experts
     hidden, inner = sizes.hidden, sizes.inner
-    if each <= _FEW_ROWS:
+    if each <= FEW_EACH:
         bn = _divisor(inner, 32), _divisor(hidden, 32)
         return Tiles(each, LEAST_BLOCK_ROWS, *bn, _divisor(hidden, bk), _divisor(inner, bk), 4, 3)
-    bm, columns = (64, 64) if each <= 96 or float32 else (_MANY_ROWS, 64)
+    bm, columns = (64, 64) if each <= MIDDLE_EACH or float32 else (_MANY_ROWS, 64)
     bk = 32 if float32 else 64
     bn = _divisor(inner, columns), _divisor(hidden, 2 * columns)
     return Tiles(each, bm, *bn, _divisor(hidden, bk), _divisor(inner, bk), 8 if bm == _MANY_ROWS else 4, 3)
