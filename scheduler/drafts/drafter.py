@@ -17,7 +17,7 @@ from scheduler.request import Request
 
 
 class Place(NamedTuple):
-    """A row that may have drafts, and how many at most (at least 1)."""
+    """A row that is due and may have drafts, and how many at most (at least 1)."""
 
     request: Request
     most: int
@@ -58,30 +58,36 @@ class Drafter:
         self._rests: dict[Request, _Rest] = {}
         self._clock = clock
         self._time_left: float | None = None  # for look-ups, in seconds; None: not counted, or before the first step
+        self._expected = False  # the next step was waited for because drafts are expected to pay in it
 
     @property
     def may_look_up(self) -> bool:
-        """False while look-ups have taken more than their share of the steps' time and what their drafts have saved."""
-        return self._time_left is None or self._time_left >= 0
+        """False while look-ups have taken more than their share of the steps' time and what their drafts have saved,
+        except in a step that was waited for to have drafts."""
+        return self._expected or self._time_left is None or self._time_left >= 0
+
+    def is_due(self, request: Request) -> bool:
+        """A look-up costs time that a small model's step cannot spare: requests whose drafts are seldom right and not
+        checked are looked at less."""
+        return len(request.output) >= self._rest(request).until
 
     def drafts(self, places: Sequence[Place], rows: int, *, mixed: bool) -> list[Sequence[int]]:
-        """Of each place, for a step in which `rows` rows decode; `mixed`: beside prefill. A look-up costs time that a
-        small model's step cannot spare: requests whose drafts are seldom right and not checked are looked at less."""
+        """Of each place, for a step in which `rows` rows decode; `mixed`: beside prefill."""
+        self._expected = False
         if self._gain is None:
             return [self._proposer.propose(request, min(most, self._num_drafts)).tokens for request, most in places]
-        with self._measured():
-            return self._choose(self._gain, places, rows, mixed, in_flight=0)
+        return self._choose(self._gain, places, rows, mixed, in_flight=0)
 
     def follow(self, places: Sequence[Place], rows: int, *, mixed: bool) -> bool:
         """Whether drafts of one of the places, each of which has a token in flight, are expected to pay behind it."""
         if self._gain is None:
             return True
-        with self._measured():
-            return any(self._choose(self._gain, places, rows, mixed, in_flight=1))
+        self._expected = any(self._choose(self._gain, places, rows, mixed, in_flight=1))
+        return self._expected
 
     @contextmanager
-    def _measured(self) -> Iterator[None]:
-        """What it takes counts as time of look-ups."""
+    def measured(self) -> Iterator[None]:
+        """What it takes counts as time of look-ups: `drafts`, `follow` and the way to them."""
         began = self._clock()
         yield
         if self._time_left is not None:
@@ -91,24 +97,20 @@ class Drafter:
         self, gain: Gain, places: Sequence[Place], rows: int, mixed: bool, in_flight: int
     ) -> list[Sequence[int]]:
         """The first `in_flight` tokens of each proposal stand for those that the engine is about to deliver."""
-        chosen: list[Sequence[int]] = [()] * len(places)
-        due = [i for i, (request, _) in enumerate(places) if len(request.output) >= self._rest(request).until]
-        if not due:
-            return chosen
+        chosen: list[Sequence[int]] = []
         proposals, offers = [], []
-        for request, most in (places[i] for i in due):
+        for request, most in places:
             proposal = self._proposer.propose(request, min(most, self._num_drafts) + in_flight)
             self._chances.watch(request, proposal)
             proposals.append(proposal.tokens[in_flight:])
             chance = self._chances.of(request, proposal.matched)
             offers.append(Offer(len(proposals[-1]), chance, chance**in_flight))
         counts = gain.choose(offers, rows, mixed=mixed)
-        for i, tokens, offer, count in zip(due, proposals, offers, counts, strict=True):
-            request = places[i].request
+        for (request, _), tokens, offer, count in zip(places, proposals, offers, counts, strict=True):
             likely = offer.drafts > 0 and offer.chance >= LIKELY
             rest = 0 if count or (likely and not self._costly) else min(MOST_REST, 2 * self._rest(request).tokens + 1)
             self._rests[request] = _Rest(len(request.output) + rest, rest, count)
-            chosen[i] = tokens[:count]
+            chosen.append(tokens[:count])
         return chosen
 
     def wanted(self, requests: Iterable[Request]) -> dict[str, Wanted]:
@@ -130,7 +132,7 @@ class Drafter:
         if self._gain is None or not 0 < seconds < math.inf:
             return
         most, saved = LOOK_UPS_MOST * seconds, 0.0
-        if all(row.is_decode and row.samples for row in plan.rows):
+        if plan.num_decodes == len(plan.rows):
             drafts = plan.num_tokens - len(plan.rows)
             saved = self._gain.observe(len(plan.rows), drafts, tokens, seconds, ahead=plan.ahead)
         if self._costly:  # what the model has proposed is there: nothing is looked up

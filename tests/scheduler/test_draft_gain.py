@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -156,15 +157,34 @@ def test_drafts_never_cost_more_than_they_save(machine, chances, rows, seed, hic
 
 
 @settings(max_examples=15, deadline=None)
-@given(machine=machines, chance=st.sampled_from([0.6, 0.8, 0.95]), rows=st.sampled_from([1, 4, 16]))
-def test_most_of_what_can_be_gained_is(machine, chance, rows) -> None:
-    """Beside the best fixed number of drafts, where that gains more than trying them out may cost."""
-    plain_rate = machine.rate(rows, 0, chance)
-    best = max(machine.rate(rows, drafts, chance) for drafts in range(min(16, 128 // rows) + 1)) / plain_rate
+@given(
+    machine=machines,
+    chance=st.sampled_from([0.6, 0.8, 0.95]),
+    rows=st.sampled_from([1, 4, 16]),
+    look_up=st.sampled_from([0.01, 0.05]),
+    host=st.sampled_from([None, 0.1, 0.3]),
+)
+def test_most_of_what_can_be_gained_is(machine, chance, rows, look_up, host) -> None:
+    """Beside the best fixed number of drafts, where that gains more than trying them out may cost. `look_up`: of all
+    rows, and `host`, for not being planned ahead: of a step's time."""
+    step = machine.seconds(rows)
+    best = max(machine.rate(rows, drafts, chance) for drafts in range(min(16, 128 // rows) + 1)) / (rows / step)
+    best /= 1 + (host or 0.0)
     assume(best > 1.3)
-    plain, _ = simulate(machine, None, rows, 1, 0.0)
-    drafted, _ = simulate(machine, Text((chance, chance), 1, 0.01 * machine.seconds(rows) / rows), rows, 1, 0.0)
+    gap = None if host is None else host * step
+    plain, _ = simulate(machine, None, rows, 1, 0.0, gap)
+    drafted, _ = simulate(machine, Text((chance, chance), 1, look_up * step / rows), rows, 1, 0.0, gap)
     assert plain / drafted >= 1 + 0.25 * (best - 1)
+
+
+@pytest.mark.parametrize("host", [None, 0.1])
+@pytest.mark.parametrize("look_up", [0.0, 0.1, 0.5])
+def test_a_text_that_turns_right_is_found_out(look_up: float, host: float | None) -> None:
+    """Whatever a look-up takes (of a step's time): those of half a text were of no use, and their time is spent."""
+    step = CHEAP.seconds(1)
+    text = Text((0.0, 1.0), 0, look_up * step)
+    _, tokens_a_step = simulate(CHEAP, text, 1, 0, 0.0, None if host is None else host * step)
+    assert tokens_a_step > 1.3
 
 
 def test_a_text_that_is_always_right_takes_few_steps() -> None:
