@@ -1,7 +1,7 @@
 """What every file in benchmarks/results begins with: where its figures come from.
 
 `commit` and `dirty` are git's. Where the run has no git (a copy of the tree on another machine), give them as
-`KTSERVE_COMMIT=$(git describe --always --dirty --exclude '*')`.
+`BENCH_COMMIT=$(git describe --always --dirty --exclude '*')`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def origin() -> dict[str, Any]:
 
 
 def _commit() -> tuple[str, bool | str]:
-    """`unknown` without git and KTSERVE_COMMIT. Results and pages that a run rewrites do not count as changes."""
-    if given := os.environ.get("KTSERVE_COMMIT"):
+    """`unknown` without git and BENCH_COMMIT. Results and pages that a run rewrites do not count as changes."""
+    if given := os.environ.get("BENCH_COMMIT"):
         return given.removesuffix("-dirty"), given.endswith("-dirty")
     head = _git("rev-parse", "--short", "HEAD")
     if not head:

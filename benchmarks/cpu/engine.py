@@ -22,12 +22,16 @@ from engine.model.native_executor import NativeExecutor
 from engine.planning.plan import plan_engine
 from engine.steps.base import Launched
 from engine.steps.runner import ModelRunner
+from engine.weights.pack_cache import SUFFIX
+from native import _native
 from scheduler.plan import Event
 from scheduler.request import SamplingParams
 from testing.harness import load_adapter, model_runner
 
 KV_TOKENS = 33_280  # a prompt of 32768, and some
 ENDLESS = 1024  # tokens of a request that is aborted once steps have been timed
+BETWEEN_READS_S = 0.25
+READ_BYTES = 1 << 29  # more than caches hold
 
 
 class RunError(Exception):
@@ -139,6 +143,32 @@ class BenchEngine:
         seconds = time.perf_counter() - began
         self._end()
         return seconds / tokens
+
+    def decode_and_read(self, rows: int, tokens: int, length: int) -> tuple[float, list[float]]:
+        """The same, and for each quarter of a second of those steps the bytes that reading alone brings in the time of
+        one, as it was before and behind them: neighbours on one memory change its rate by half within seconds."""
+        self._begin(rows, length, None)
+        total, done, brought, before = 0.0, 0, list[float](), self._read_rate()
+        while done < tokens:
+            began, first = time.perf_counter(), done
+            while done < tokens and time.perf_counter() - began < BETWEEN_READS_S:
+                self.core.step()
+                done += 1
+            seconds = time.perf_counter() - began
+            after = self._read_rate()
+            brought.append(seconds / (done - first) * (before + after) / 2)
+            total, before = total + seconds, after
+        self._end()
+        return total / tokens, brought
+
+    def _read_rate(self) -> float:
+        return float(_native.read_bandwidth(self.pool, READ_BYTES, repeats=2))
+
+    def settle(self) -> None:
+        """Waits until packed weights that were mapped have been copied, which takes a part of a thread: in a server,
+        some seconds after its start."""
+        while SUFFIX in Path("/proc/self/maps").read_text():
+            time.sleep(0.2)
 
     def decode_bytes(self, rows: int, tokens: int, length: int) -> float:
         """Mean bytes that those steps must read. Not timed: what is counted costs time."""

@@ -6,9 +6,9 @@
 Models of Qwen3-30B-A3B's shape, or another, whose matrices all have one type (gpt-oss beside MXFP4: Q8_0) are
 written to DIR, one at a time, and removed behind their line (a 4-bit one of 4 layers has 1.4 GB). Decode is one
 sequence, prefill 512 tokens; medians of repetitions in turn, the peer with flash attention, and with repacked weights
-or without, whichever is faster at decode. `of read`: bytes of a step, as the file stores them, a second, over the read
-bandwidth measured just before. The error is that of `benchmarks.kernels.formats`: of products, ours beside llama.cpp's
-rounding of activations. The variable KTSERVE_ISA chooses an older instruction set for ours.
+or without, whichever is faster at decode. `of read`: bytes of a step, as the file stores them, over what reading alone
+brings in its time, measured between steps. The error is that of `benchmarks.kernels.formats`: of products, ours beside
+llama.cpp's rounding of activations. The variable KTSERVE_ISA chooses an older instruction set for ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from benchmarks import record
 from benchmarks.cpu.engine import BenchEngine
 from benchmarks.cpu.state import SHORT, describe_machine, versions
 from benchmarks.kernels.formats import GGUF, errors, weight
-from benchmarks.kernels.probe import measure_peaks
 from benchmarks.models.make import model_path, write_model
 from benchmarks.models.shapes import SHAPES, Shape
 from benchmarks.peers.llamacpp import Flags, Peer, PeerError
@@ -66,16 +65,15 @@ def measure(path: Path, shape: Shape, type: str, peer: Peer | None, threads: int
     engine = BenchEngine(path, shape, type, threads, pack_cache="off")
     try:
         isa = _native.choose_isa("")
-        engine.pool.begin_step()
-        peaks = measure_peaks(engine.pool, isa)
-        engine.pool.end_step()
         w = weight(type, engine.pool, 0)
         error, peer_error = errors(w, isa)
         step_bytes = engine.decode_bytes(1, 4, SHORT)
         engine.prefill(PROMPT)
-        decode, prefill = [], []
+        decode, prefill, brought = [], [], list[float]()
         for i in range(repeats):
-            decode.append(1 / engine.decode(1, tokens, SHORT))
+            step_s, read = engine.decode_and_read(1, tokens, SHORT)
+            decode.append(1 / step_s)
+            brought += read
             prefill.append(PROMPT / engine.prefill(PROMPT))
             if peer and flags and i:  # the first is that of the choice of flags
                 speeds.append(peer.bench(path, flags, [PROMPT], tokens))
@@ -86,7 +84,7 @@ def measure(path: Path, shape: Shape, type: str, peer: Peer | None, threads: int
         type,
         8 * w.copies[0].nbytes / w.values.size,
         tok_s,
-        step_bytes * tok_s / peaks.bytes_per_s,
+        step_bytes / statistics.median(brought),
         statistics.median(prefill),
         error,
         statistics.median(s[f"tg{tokens}"] for s in speeds) if speeds else None,

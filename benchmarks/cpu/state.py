@@ -59,7 +59,7 @@ class Run:
         return made_model(self.args.models, self.shape, mix)
 
     def adapters(self) -> list[Path]:
-        paths = [adapter_path(self.args.models, self.shape.layers, i) for i in range(NUM_ADAPTERS)]
+        paths = [adapter_path(self.args.models.absolute(), self.shape.layers, i) for i in range(NUM_ADAPTERS)]
         for seed, path in enumerate(paths, 1):
             if not (path / "adapter_config.json").exists():
                 print(f"writing {path.name} ...", flush=True)
@@ -82,6 +82,7 @@ class Run:
             engine = BenchEngine(self.model(mix), self.shape, mix, self.threads, pack_cache=self._pack_cache(mix))
             self._up.callback(gc.collect)
             self._up.callback(engine.close)
+            engine.settle()
             self._key, self._held = (mix, "engine"), engine
             print(f"  {mix}: engine loaded in {engine.load_s:.1f} s", flush=True)
         self.measure_peaks(mix, self._held.pool)
@@ -125,12 +126,14 @@ class Run:
         return str(self.args.models / "packed" / f"{self.shape.layers}L-{mix}")
 
     def flags(self, mix: str) -> Flags:
-        """The peer's best, from a sweep on this file."""
+        """The peer's best, from a sweep on this file, which takes no time from the row that asks."""
         if mix not in self._flags and self.peer:
+            began = time.monotonic()
             threads = sorted({1, self.threads}) if self.threads > 1 else [1]
             best, lines = self.peer.sweep(self.model(mix), threads, self.quick)
             self._flags[mix] = best
             self.data["peer_sweep"][mix] = {"best": str(best), "tried": lines}
+            self.row_end_s += time.monotonic() - began
             self.write()
         return self._flags[mix]
 
@@ -199,8 +202,10 @@ class Run:
 
 
 def shares(seen: dict[str, Any], peaks: Peaks) -> dict[str, float]:
-    """What the rates of a record are of the machine's peaks."""
+    """What the rates of a record are of the machine's peaks, of the read peak as it was beside the record if known."""
     found = {name: seen[rate] * 1e9 / peaks.bytes_per_s for name, rate in _READS.items() if rate in seen}
+    if "read_mb" in seen:
+        found["of_read"] = seen["step_mb"] / seen["read_mb"]
     if "gop_s" in seen:
         found["of_peak"] = seen["gop_s"] * 1e9 / peaks.of(seen["peak_of"])
     return found

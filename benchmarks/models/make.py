@@ -7,8 +7,8 @@ as two servers read them.
 
 A model is one GGUF file. Weights are drawn as valid blocks of the stored type, uniform around zero with a standard
 deviation of 1 / sqrt(inputs): activations stay near 1 through all layers, so attention, routing and sampling are those
-of a model and not of zeros or infinities. One tensor at a time is in memory. Q4_K_M is llama.cpp's mix of Q4_K and
-Q6_K; gpt-oss' MXFP4 is of its experts, all other matrices are Q8_0 then.
+of a model and not of zeros or infinities. As many tensors as threads are in memory. Q4_K_M is llama.cpp's mix of Q4_K
+and Q6_K; gpt-oss' MXFP4 is of its experts, all other matrices are Q8_0 then.
 
 An adapter is written twice: NAME/ (fused expert tensors, as ktserve reads them) and NAME.gguf (as llama-server does:
 `--lora NAME.gguf --lora-init-without-apply`; a request chooses with `"lora": [{"id": 0, "scale": 1.0}]`).
@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -31,6 +32,7 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
 from benchmarks.models.shapes import SHAPES, Shape, tensor_types
+from engine.weights.threads import in_order, loading_threads
 from testing.models.block_types import encode
 from testing.models.gguf_writer import gguf_metadata
 
@@ -59,15 +61,18 @@ def write_model(path: Path, shape: Shape, mix: str, seed: int = 0) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    rng = np.random.default_rng(seed)
-    for name, dims, type in tensors:
-        deviation = 1.0 if name == "token_embd.weight" else dims[-1] ** -0.5
-        if name.endswith("norm.weight"):
-            writer.write_tensor_data(np.ones(dims, np.float32))
-            continue
-        drawn = _draw(rng, dims, type, deviation)
-        writer.write_tensor_data(-np.abs(drawn) if name.endswith("ssm_a") else drawn)  # states shrink
+    rngs = np.random.default_rng(seed).spawn(len(tensors))
+    draws = (partial(_tensor, rng, *tensor) for rng, tensor in zip(rngs, tensors, strict=True))
+    for drawn in in_order(draws, loading_threads() + 1):
+        writer.write_tensor_data(drawn)
     writer.close()
+
+
+def _tensor(rng: np.random.Generator, name: str, dims: tuple[int, ...], type: GGML) -> NDArray[np.generic]:
+    if name.endswith("norm.weight"):
+        return np.ones(dims, np.float32)
+    drawn = _draw(rng, dims, type, 1.0 if name == "token_embd.weight" else dims[-1] ** -0.5)
+    return -np.abs(drawn) if name.endswith("ssm_a") else drawn  # states shrink
 
 
 def _draw(rng: np.random.Generator, dims: tuple[int, ...], type: GGML, deviation: float) -> NDArray[np.generic]:
@@ -82,7 +87,7 @@ def _draw(rng: np.random.Generator, dims: tuple[int, ...], type: GGML, deviation
     step = _PIECE // size * size
     for at in range(0, out.size, step):
         part = out[at : at + step]
-        part[:] = np.frombuffer(rng.bytes(part.size), np.uint8)
+        part[:] = rng.integers(0, 1 << 64, -(-part.size // 8), np.uint64).view(np.uint8)[: part.size]
         _FILL[type](part.reshape(-1, size), deviation)
     return out.reshape(*dims[:-1], dims[-1] // block * size)
 

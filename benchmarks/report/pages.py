@@ -1,4 +1,4 @@
-"""The tables of README.md and of the pages in docs that have figures, from the files in benchmarks/results.
+"""What is made from the files in benchmarks/results: tables of README.md and docs, plots, the shares that plans expect.
 
     python -m benchmarks.report.pages
 
@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.first_answer import Step, transcript
 from benchmarks.record import RESULTS
+from benchmarks.report import efficiency
 from benchmarks.report.beside import families, formats, llamacpp
 from benchmarks.report.expected import table as expected_table
 from benchmarks.report.roofline import plot
@@ -112,6 +113,8 @@ def main() -> None:
                     (path.parent / image(results.name)).write_text(svg)
         path.write_text(filled(page))
         print(f"{path.relative_to(ROOT)}: {', '.join(_BEGIN.findall(page))}")
+    efficiency.OUT.write_text(efficiency.content())
+    print(efficiency.OUT.relative_to(ROOT))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def named(name: str) -> set[str]:
     text = DOCUMENTS + SOURCES[name].split('"""')[1]
     text += "".join(f"\npython -m benchmarks.{p.module} {p.flags} {p.quick}\n" for p in PARTS.values())
     calls = re.findall(rf"python -m {re.escape(name)}((?: [^`#\n\\]+|\\\n)*(?:\n {{8,}}\[[^`#\n]*)*)", text)
-    return {flag for call in calls for flag in FLAG.findall(re.sub(r"(?<==)\S*", "", call))}
+    return {flag for call in calls for flag in FLAG.findall(re.sub(r'(?<==)("[^"]*"|\S*)', "", call))}
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -89,7 +89,7 @@ def test_what_is_written_begins_with_its_origin(
         if name == "OMP_NUM_THREADS" or name.startswith("KTSERVE_"):
             monkeypatch.delenv(name)
     if given:
-        monkeypatch.setenv("KTSERVE_COMMIT", given)
+        monkeypatch.setenv("BENCH_COMMIT", given)
     monkeypatch.setenv("KTSERVE_ISA", "avx2")
     monkeypatch.setattr("sys.orig_argv", ["/bin/python", "-m", "benchmarks.x", "--models", "/a/folder/models"])
     monkeypatch.setattr(record, "_git", lambda *words: head if words[0] == "rev-parse" else changed)

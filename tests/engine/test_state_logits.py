@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from engine.attention.base import BatchLayout
 from engine.attention.delta import DeltaBackend, ReferenceDeltaNet
 from engine.model.step import OutputKind, StepInput
-from scheduler.drafts import Drafter, Proposal
+from scheduler.drafts import Drafter
 from scheduler.plan import NO_STATE, RowState
-from scheduler.request import Request
 from testing.harness import Harness, greedy
 from testing.models.tiny import STATEFUL, save_hf, tiny_model
+from tests.engine.knowing import Knowing
 from tests.engine.parity import BACKENDS, CLEAR, prompts
 from tests.native.isas import ISAS
 
@@ -156,24 +156,6 @@ def test_deterministic_bits_depend_on_no_cut(tmp_path, family, dtype) -> None:
         assert "speculate" not in changes or engine.core.stats()["accepted_tokens"] > 24
         engine.close()
     assert all(each == seen[0] for each in seen)
-
-
-class Knowing:
-    """Drafts whose beginning is right; none where an answer is none of the texts."""
-
-    def __init__(self, texts: list[list[int]], seed: int) -> None:
-        self._texts, self._g = texts, torch.Generator().manual_seed(seed)
-
-    def propose(self, request: Request, most: int) -> Proposal:
-        known = [*request.prompt, *request.output]
-        text = next((each for each in self._texts if each[: len(known)] == known), known)
-        right, wrong = torch.randint(0, most + 1, (2,), generator=self._g).tolist()
-        coming = text[len(known) :]
-        drafts = [*coming[:right], *[(token + 1) % 128 for token in coming[right : right + wrong]]]
-        return Proposal(drafts[:most], 9)
-
-    def end(self, request: Request) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
