@@ -244,6 +244,7 @@ def _settings(args: argparse.Namespace) -> tuple[EngineConfig, ServeConfig, list
         notes.append("note: --access-log changes nothing: --log-level warning leaves its lines out")
     if not serve.access_log:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # whoever sends a broken form is told so
     return engine, serve, notes
 
 

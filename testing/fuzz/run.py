@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         log = (Path(folder) / "log").read_text(errors="replace")
     faults = [fault for tally in files for fault in tally.faults]
     faults += [f"{fault} ({example})" for tally in requests for fault, example in tally.faults.items()]
-    if "Traceback" in log:
-        faults.append(f"the server logged a traceback:\n{log[-5000:]}")
+    if found := _traceback(log):
+        faults.append(f"the server logged a traceback:\n{found}")
     lines = [
         f"{args.minutes:g} minutes, seed {args.seed}",
         "",
@@ -69,6 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for fault in faults:
         print(f"broken: {fault}")
     return 1 if faults else 0
+
+
+def _traceback(log: str) -> str:
+    """The first one, with the lines around it; empty if there is none."""
+    lines = log.splitlines()
+    at = next((i for i, line in enumerate(lines) if "Traceback" in line), None)
+    return "" if at is None else "\n".join(lines[max(0, at - 5) : at + 60])
 
 
 def _rows(tally: Tally) -> list[str]:

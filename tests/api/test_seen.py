@@ -112,6 +112,7 @@ def test_usage_and_logs(model_dir: Path, tmp_path: Path) -> None:
     usage, key, secret = tmp_path / "usage.jsonl", "sk-very-secret", "my-secret-prompt"
     flags = ["--usage-log", str(usage), "--log-format", "json", "--access-log", "--api-key", f"{key}=red"]
     flags += ["--adapters", "fail=/x", "--adapters", "reverse=/y", "--log-level", "debug", "--admin-key", "admin-key"]
+    flags += ["--data-dir", str(tmp_path / "data")]
 
     def lines() -> list[dict[str, object]]:
         return [json.loads(line) for line in usage.read_text().splitlines()]
@@ -136,10 +137,14 @@ def test_usage_and_logs(model_dir: Path, tmp_path: Path) -> None:
         assert lines()[0]["outcome"] == "failed" and len(moved.read_text().splitlines()) == 2
         wrong = server.http.get("/v1/models", headers={"Authorization": "Bearer sk-wrong-secret"})
         assert wrong.status_code == 401
+        form = {"Content-Type": "multipart/form-data; boundary=b"}
+        broken = server.http.post("/v1/files", content=b"\0" * 100, headers=form)
+        assert broken.status_code == 400 and "the form is broken" in broken.text
         metrics = server.http.get("/metrics", headers={"Authorization": "Bearer admin-key"}).text
         assert 'ktserve_requests_total{model_name="reverse",outcome="length",tenant="red"} 2.0' in metrics
     logged = [json.loads(line) for line in server.stderr.splitlines() if line.startswith("{")]
     assert any(line.get("request_id") == "two" for line in logged), logged
+    assert "multipart" not in server.stderr
     for text in (server.stderr, usage.read_text(), moved.read_text(), metrics):
         assert not any(word in text for word in (secret, key, "sk-wrong-secret", "admin-key=", "Bearer admin"))
 
