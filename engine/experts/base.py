@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -144,6 +145,10 @@ class ExpertBackend(ABC):
         """Called on the compute stream between `begin_step` and the step's first `post`, when everything that the step
         itself copies to the device has been launched: weights that are brought there follow its inputs."""
         return None
+
+    def trial(self) -> AbstractContextManager[None]:
+        """While steps run of which no row counts: weights that only they would read need not be brought to them."""
+        return nullcontext()
 
     def check(self) -> None:
         """Raise what failed in tasks posted on a stream since the last check. Called when a step has ended."""

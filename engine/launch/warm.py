@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -53,7 +54,9 @@ def run_prompt(runner: ModelRunner, tokens: int, slot: int, scratch_block: int) 
     request = Request("", [0] * tokens, SamplingParams(temperature=0.0))
     state = RowState(NO_STATE, NO_STATE) if runner.model.keeps_states else None
     arrays = StepArrays.of(StepPlan(0, [StepRow(request, 0, tokens, slot, True, state=state)], [table]), {})
-    with runner.computing():
+    with runner.computing(), ExitStack() as trials:
+        for experts in runner.model.expert_backends:
+            trials.enter_context(experts.trial())
         runner.model.begin_step(tokens, lora=slot > 0, eager=True, slots={slot} - {0})
         given = runner.step_input(arrays, every=True, greedy=False)
         runner.model.plan(given.batch)

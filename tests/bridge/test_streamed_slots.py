@@ -1,11 +1,14 @@
-"""A streamed step copies the adapters that its rows have, and no others."""
+"""A streamed step copies the adapters that its rows have and no others, a trial one layer of each kind of formats."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.experts.base import ExpertBuffers
 from engine.experts.native import NativeExperts
@@ -17,16 +20,17 @@ from testing.models.shapes import config
 from tests.native.expert_layers import F32, E, H, I, K, Layer, lora
 
 LAYERS = 2
-CONFIG = config(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K, num_hidden_layers=LAYERS)
 
 
-def loaded() -> StreamedExperts:
+def loaded(types: Sequence[str] = ("F32",) * LAYERS) -> StreamedExperts:
+    sizes = {"hidden_size": H, "moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": K}
+    model = config(**sizes, num_hidden_layers=len(types))
     cpu = torch.device("cpu")
     pool: Any = _native.WorkerPool([[0, 1]])
-    bridge = HostBridge(NativeExperts(CONFIG, F32, pool), CONFIG, cpu)
-    streamed = StreamedExperts(bridge, CONFIG, F32, cpu, max_rows=8, max_slots=4, max_rank=16, threshold=4)
-    for layer in range(LAYERS):
-        streamed.load_layer(layer, Layer("F32").store)
+    bridge = HostBridge(NativeExperts(model, F32, pool), model, cpu)
+    streamed = StreamedExperts(bridge, model, F32, cpu, max_rows=8, max_slots=4, max_rank=16, threshold=4)
+    for layer, type in enumerate(types):
+        streamed.load_layer(layer, Layer(type).store)
     return streamed
 
 
@@ -65,4 +69,39 @@ def test_only_the_slots_of_the_step(slots: set[int] | None, copied: set[int]) ->
     streamed.begin_step(8, lora=True, eager=True, slots={1})  # what slot 3 left behind is no longer pointed to
     streamed.prefetch()
     assert {int(slot) for slot in streamed._streaming._buffers[0].address.any(1).nonzero().flatten()} == {1}
+    streamed.close()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.sampled_from(["F32", "Q8_0", "Q4_0"]), min_size=1, max_size=6))
+def test_after_a_trial_every_layer_is_brought(types: list[str]) -> None:
+    streamed = loaded(types)
+    layers, brought = streamed._streaming.layers, list[int]()
+    copy = layers._copy
+
+    def counted(buffer: Any) -> None:
+        brought.append(buffer.layer)
+        copy(buffer)
+
+    layers._copy = counted  # type: ignore[method-assign]
+
+    def step() -> list[torch.Tensor]:
+        brought.clear()
+        streamed.begin_step(8, lora=False, eager=True)
+        streamed.prefetch()
+        there = []
+        for layer in range(len(types)):
+            there.append(layers.take(layer).clone())
+            layers.release(layer)
+        return there
+
+    first = step()
+    with streamed.trial():
+        step()
+    assert brought == sorted(types.index(type) for type in set(types))
+    again = step()
+    assert brought == list(range(len(types)))
+    for layer, (expected, found) in enumerate(zip(first, again, strict=True)):
+        used = layers.layout(layer).num_bytes
+        assert expected[:, :used].equal(found[:, :used])
     streamed.close()

@@ -8,6 +8,7 @@ threshold is measured by `measure`: the CPU's time for growing chunks against th
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +135,9 @@ class StreamedExperts(ExpertBackend):
     def prefetch(self) -> None:
         if self._streams:
             self._streaming.prefetch()
+
+    def trial(self) -> AbstractContextManager[None]:
+        return self._streaming.layers.trial()
 
     def check(self) -> None:
         self._inner.check()

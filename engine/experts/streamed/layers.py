@@ -90,6 +90,7 @@ class LayerStream:
         self._first: Any = cuda.Stream(device) if small else None
         self._buffers: list[_Buffer] = []
         self._slices: list[_Slice] = []
+        self._tried: set[tuple[str, ...]] | None = None  # formats of layers that a trial has brought
 
     @property
     def num_bytes(self) -> int:
@@ -132,6 +133,17 @@ class LayerStream:
         for buffer in self._buffers:
             buffer.layer = None
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """While nobody reads what the buffers hold: only the first layer of each kind of formats is brought, for which
+        its kernels are compiled."""
+        self._tried = set()
+        try:
+            yield
+        finally:
+            self._tried = None
+            self.forget()
+
     def follow(self) -> None:
         """Nothing is brought before the current stream has come to here: what a step needs at its begin would wait
         behind whole layers."""
@@ -144,6 +156,11 @@ class LayerStream:
         if buffer.layer == layer:
             return
         buffer.layer = layer
+        if self._tried is not None:
+            formats = tuple(self._source[layer].formats)
+            if formats in self._tried:
+                return
+            self._tried.add(formats)
         if self._side is None:
             self._copy(buffer)
             return

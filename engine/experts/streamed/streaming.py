@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +167,9 @@ class StreamedPrompts(ExpertBackend):
 
     def prefetch(self) -> None:
         self._streaming.prefetch()
+
+    def trial(self) -> AbstractContextManager[None]:
+        return self._streaming.layers.trial()
 
     def bind(self, layer: int, buffers: ExpertBuffers) -> ExpertTask:
         return ExpertTask(layer, buffers, None)
