@@ -18,8 +18,9 @@ import gc
 import shlex
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from engine.core import EngineCore
 from engine.launch.assemble import assemble
 from engine.messages import Failed, FromEngine, Refused, Submit, Tokens
 from engine.planning.plan import plan_engine
+from engine.steps.lane import PromptLane
 from engine.steps.runner import InFlight
 from scheduler.request import SamplingParams
 
@@ -52,8 +54,9 @@ class Engine:
         self._due: dict[str, list[int]] = {}  # the answer, by request
         self._seen: dict[str, list[int]] = {}  # tokens by request
         self._next = 0
-        runner = self.core.runner
-        self._tokens, runner.tokens = runner.tokens, self._given  # type: ignore[method-assign]
+        lane = self.core.prompts
+        for runner in (self.core.runner, *([lane.runner] if isinstance(lane, PromptLane) else [])):
+            runner.tokens = partial(self._given, runner.tokens)  # type: ignore[method-assign]
 
     @property
     def vocabulary(self) -> int:
@@ -80,7 +83,7 @@ class Engine:
         made = sum(map(len, self._seen.values())) - before
         return Measured(made / seconds, accepted / drafted if drafted else 0.0, made / (steps * len(asked)))
 
-    def _given(self, step: InFlight) -> list[list[int]]:
+    def _given(self, tokens: Callable[[InFlight], list[list[int]]], step: InFlight) -> list[list[int]]:
         """Those of the answers, once the step has been computed."""
         if step.arrival is not None:
             step.arrival.wait()
@@ -90,7 +93,7 @@ class Engine:
             place = row.start + row.num_tokens - len(row.drafts) + drafts - len(row.request.prompt)
             if sampled is not None and place < len(answer):
                 sampled[i] = answer[place]
-        return self._tokens(step)
+        return tokens(step)
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Tokens):
