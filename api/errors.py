@@ -14,10 +14,12 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+_MOST_TEXT, _MOST_PARAM = 4000, 500  # characters, whatever a client has put into the names of fields
 
 
 class ApiError(KtserveError):
-    """Ends a request with `status`. `param` names the field that is wrong, `retry_after_s` becomes Retry-After."""
+    """Ends a request with `status`. `param` names the field that is wrong, `retry_after_s` becomes Retry-After. Both
+    texts are cut where they are long."""
 
     def __init__(
         self,
@@ -28,10 +30,10 @@ class ApiError(KtserveError):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
+        self.message = cut(message)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.param = None if param is None else param[:_MOST_PARAM]
         self.code = code
         self.retry_after_s = retry_after_s
 
@@ -71,6 +73,11 @@ class UnreadableError(ApiError):
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def cut(message: str) -> str:
+    """A message that quotes a client as a client can read it: its beginning, if it is long."""
+    return message if len(message) <= _MOST_TEXT else f"{message[:_MOST_TEXT]}..."
 
 
 def shortened(value: Any) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from api.batches.records import LineError
 from api.bodies.parsing import why_no_json
-from api.errors import shortened
+from api.errors import cut, shortened
 
 MAX_ERRORS = 50  # that are listed; a file with more is not read on
 _MAX_CUSTOM_ID = 512
@@ -38,7 +38,7 @@ def read_line(path: Path, start: int, size: int) -> RequestLine:
 
 class _WrongLineError(Exception):
     def __init__(self, code: str, message: str, param: str | None) -> None:
-        super().__init__(message)
+        super().__init__(cut(message))
         self.code = code
         self.param = param
 
