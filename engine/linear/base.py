@@ -12,6 +12,7 @@ import torch
 from engine.linear.embedding import Embedding
 from engine.linear.segments import Segments
 from engine.lora.adapter import LoraPair
+from engine.ops.base import RowAdapters
 from engine.weights.store import WeightTensor
 
 
@@ -67,6 +68,10 @@ class Linear(Adapted):
     @property
     def plain(self) -> torch.Tensor | None:
         """W [out, in] on the device, if y = x W^T is all there is to a batch without adapters; else None."""
+        return None
+
+    def adapters_of(self, lora: LoraBatch) -> RowAdapters | None:
+        """Beside `plain`, for kernels that add the rows' adapters themselves; None where only a call adds them."""
         return None
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:

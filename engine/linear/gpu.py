@@ -18,6 +18,7 @@ from engine.linear.embedding import Embedding, TiledEmbedding
 from engine.linear.gpu_weights import Weights, joined
 from engine.linear.latent import TorchLatentUp
 from engine.lora.adapter import RANK_STEP, LoraPair, padded_rank
+from engine.ops.base import RowAdapters
 from engine.weights.store import WeightTensor
 from engine.weights.tiled.layout import Matrix, matrix_of
 from engine.weights.tiled.packer import Packer
@@ -140,6 +141,12 @@ class GpuLinear(Linear):
         if held.dense is None or held.bias is not None:
             return None
         return held.dense[self._start : self._start + self._outer]
+
+    def adapters_of(self, lora: LoraBatch) -> RowAdapters | None:
+        if len(self.product.starts) > 1 or not self._slots:
+            return None
+        held = self.product.tables
+        return RowAdapters(lora.slots, held.a, held.b, held.scales[:, 0], held.ranks)
 
     def numbers(self, first: int, count: int) -> torch.Tensor:
         """Rows [first, first + count) of W [out, in] in the activations' dtype."""

@@ -97,8 +97,10 @@ class SparseMlp(Mlp):
         if not here:
             x, weights, ids = (torch.empty_like(part, device=device) for part in (x, weights, ids))
         into = x, weights, ids
-        gate = None if step.lora is not None or step.observe is not None else self.gate.plain
-        if gate is None or not ops.norm_route(residual, delta, norm, gate, self.router, into):
+        adapters = None if step.lora is None else self.gate.adapters_of(step.lora)
+        alone = step.observe is not None or (step.lora is not None and adapters is None)
+        gate = None if alone else self.gate.plain
+        if gate is None or not ops.norm_route(residual, delta, norm, gate, self.router, into, adapters):
             ops.add_rms_norm(residual, delta, norm, x)
             logits = self.gate(x.float(), step.lora)
             ops.route(logits, ids.shape[1], self.router, self.bias, (weights, ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -14,6 +15,20 @@ from engine.ops.greedy import NOT_FINITE, greedy_tokens, largest
 from engine.ops.rope import Rope
 
 P = TypeVar("P", bound="PlainOps")
+
+
+@dataclass(frozen=True)
+class RowAdapters:
+    """What adapters add to a product x W^T: scales[s] B[s] (A[s] x) to a row of slot s, nothing where ranks[s] is 0.
+
+    slots int32 [T]; a [S, R, in], b [S, out, R]; scales float32 [S]; ranks int32 [S], at most R and multiples of 16.
+    """
+
+    slots: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    scales: torch.Tensor
+    ranks: torch.Tensor
 
 
 class Ops(Protocol):
@@ -93,9 +108,11 @@ class Ops(Protocol):
         gate: torch.Tensor,
         router: Router,
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        adapters: RowAdapters | None = None,
     ) -> bool:
         """`add_rms_norm`, the product with gate float32 [E, H], and `route` without a bias, at once; `out`: where the
-        norm [T, H], the weights and the ids go. False, with nothing done, where one call is not faster than three."""
+        norm [T, H], the weights and the ids go; `adapters`: of the gate. False, with nothing done, where one call is
+        not faster than three."""
 
     def next_ids(self, ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
         """int64 [T]: sampled[source] where the source is not negative, but at least 0; else the id. All int64."""
@@ -156,6 +173,7 @@ class PlainOps:
         gate: torch.Tensor,
         router: Router,
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        adapters: RowAdapters | None = None,
     ) -> bool:
         return False
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from engine.architectures.parts.mlp import Router
 from engine.attention.base import KvPlaces
-from engine.ops.base import TorchOps, route
+from engine.ops.base import RowAdapters, TorchOps, route
 from engine.ops.greedy import NOT_FINITE
 from engine.ops.rope import Rope
 
@@ -143,6 +143,7 @@ class GpuOps:
         gate: torch.Tensor,
         router: Router,
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        adapters: RowAdapters | None = None,
     ) -> bool:
         if not router.plain:
             return False
@@ -153,9 +154,11 @@ class GpuOps:
                 return False
             self.add_rms_norm(residual, delta, weight, x)
             logits = torch.mm(x, narrow.T, out_dtype=torch.float32)  # the same products, added in float32
+            if adapters is not None:
+                self._router.add_adapters(logits, x, adapters)
             self.route(logits, ids.shape[1], router, out=(weights, ids))
             return True
-        self._router(residual, delta, weight, self.eps, gate, router.normalise is not None, out)
+        self._router(residual, delta, weight, self.eps, gate, router.normalise is not None, out, adapters)
         return True
 
     def _as_bf16(self, router: torch.Tensor) -> torch.Tensor | None:

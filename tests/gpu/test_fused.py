@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from engine.architectures.parts.mlp import Router as RouterSpec
 from engine.attention.base import KvPlaces
+from engine.ops.base import RowAdapters
 from engine.ops.greedy import NOT_FINITE, greedy_tokens
 from tests.gpu.test_kernels import DTYPES, EPS, close, oracle, tables
 
@@ -43,6 +44,45 @@ def test_norm_and_route(kernel_device, dtype, rows, dim, experts, k, normalise):
         assert torch.equal(out[2], ids)
         close(out[1], weights)
         assert not route._arrived.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,dim,experts,k,rank", [(1, 64, 8, 2, 16), (5, 130, 20, 5, 32), (16, 96, 70, 8, 64)])
+def test_a_routers_adapters_are_added_before_it_chooses(kernel_device, dtype, rows, dim, experts, k, rank):
+    """In one launch and of more rows in one of its own; slots 0 and 2 have none, others are of smaller ranks, too."""
+    from engine.ops.gpu_router import Router
+
+    ops, route, g = oracle(), Router(kernel_device), torch.Generator().manual_seed(rows)
+    x, delta, gain = (
+        torch.randn(shape, generator=g).to(kernel_device, dtype) for shape in ((rows, dim), (rows, dim), (dim,))
+    )
+    router = torch.randn(experts, dim, generator=g).to(kernel_device) / dim**0.5
+    ranks = torch.tensor([0, rank, 0, 16], dtype=torch.int32)
+    a, b = torch.randn(4, rank, dim, generator=g), torch.randn(4, experts, rank, generator=g)
+    for slot, own in enumerate(ranks.tolist()):  # what lies beyond a slot's rank is not read
+        a[slot, own:], b[slot, :, own:] = float("nan"), float("nan")
+    scales, slots = torch.rand(4, generator=g) / dim, (torch.arange(rows) + 1).int() % 4
+    held = [t.to(kernel_device) for t in (slots, a, b, scales, ranks)]
+    out = (
+        torch.empty(rows, dim, dtype=dtype, device=kernel_device),
+        torch.empty(rows, k, device=kernel_device),
+        torch.empty(rows, k, dtype=torch.int64, device=kernel_device),
+    )
+    route(x.clone(), delta, gain, EPS, router, True, out, RowAdapters(*held))
+    normed = out[0].float()
+    plain = normed @ router.T
+    logits = plain.clone()
+    for row, slot in enumerate(slots.tolist()):
+        own = int(ranks[slot])
+        down, up = a[slot, :own].to(kernel_device), b[slot, :, :own].to(kernel_device)
+        logits[row] += up @ (down @ normed[row]) * scales[slot]
+    weights, ids = ops.route(logits, k, RouterSpec(normalise=0.0))
+    assert torch.equal(out[2], ids)
+    close(out[1], weights)
+    assert not torch.equal(plain, logits)
+    apart = plain.clone()
+    route.add_adapters(apart, out[0], RowAdapters(*held))
+    close(apart, logits)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a product of bf16 into float32 needs a GPU")

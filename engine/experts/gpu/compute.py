@@ -34,6 +34,7 @@ from engine.lora.adapter import RANK_STEP, padded_rank
 CHUNK_ROWS = 8192  # rows computed at a time: bounds the scratch memory
 WIDE_ROWS = 4096  # of a chunk, up to which a choice's result is kept in float32 before a row's are added up
 _F32 = 4
+_MOST_SHARES = 8
 
 
 def chunk_lengths(experts: int, top_k: int) -> list[int]:
@@ -98,9 +99,8 @@ class GpuCompute:
         self.max_slots = max_slots + 1  # with the base
         self.max_rank = padded_rank(max(max_rank, 1))
         self.rows = min(max_rows, CHUNK_ROWS)
-        n = self.rows * sizes.top_k
-        self._h = torch.empty(n, sizes.inner, dtype=dtype, device=device)
-        self._t = torch.empty(n, 2 * self.max_rank, dtype=dtype, device=device)
+        self._h = torch.empty(self.rows * sizes.top_k, sizes.inner, dtype=dtype, device=device)
+        self._t = torch.empty(_narrow_values(sizes, self.rows, self.max_rank), dtype=torch.float32, device=device)
         self._y = torch.empty(_result_bytes(sizes, dtype.itemsize, self.rows), dtype=torch.uint8, device=device)
         self._widened = Widened(sizes, dtype, device)
         self._few_rows = FewRows(sizes, device)
@@ -114,10 +114,11 @@ class GpuCompute:
     @staticmethod
     def planned_bytes(sizes: Sizes, element_bytes: int, max_rows: int, max_rank: int, *, quantised: bool) -> int:
         """`num_bytes`, once a batch of `max_rows` was computed, of experts that are quantised or not."""
-        narrow = sizes.inner + 2 * padded_rank(max(max_rank, 1))
         rows = min(max_rows, CHUNK_ROWS)
+        narrow = _narrow_values(sizes, rows, padded_rank(max(max_rank, 1))) * _F32
         widened = Widened.planned_bytes(sizes, element_bytes) if quantised and Widened.pays(sizes, rows) else 0
-        return rows * sizes.top_k * narrow * element_bytes + _result_bytes(sizes, element_bytes, rows) + widened
+        inner = rows * sizes.top_k * sizes.inner * element_bytes
+        return inner + narrow + _result_bytes(sizes, element_bytes, rows) + widened
 
     def weight_passes(self) -> int:
         """How often the last batch (its last chunk) goes through the weights of an expert: once for each block of an
@@ -184,27 +185,31 @@ class GpuCompute:
         gates, downs = self._products(layer, tiles, b.max_rows)
         y = self._y.view(torch.float32 if b.max_rows <= WIDE_ROWS else self.dtype)
         wide = common | {"LORA": lora, "R": RANK_STEP, "BIASED": layer.biased}
+        t_share = b.ids.numel() * 2 * self.max_rank
+        first = _shares(tiles, s.hidden // tiles.bk_hidden) if lora else 1
+        last = _shares(tiles, s.inner // tiles.bk_inner) if lora else 1
 
         def lora_a(x: torch.Tensor, is_down: bool) -> None:
-            kernels.lora_a[(blocks, a_tiles if is_down else 2 * a_tiles)](
-                x, self._t, b.slots, *tables, address, ranks, slots.scales[number],
+            shares = last if is_down else first
+            kernels.lora_a[(blocks, a_tiles if is_down else 2 * a_tiles, shares)](
+                x, self._t, t_share, b.slots, *tables, address, ranks, slots.scales[number],
                 **common, DOWN=is_down, BK=tiles.bk_inner if is_down else tiles.bk_hidden, ROWS=RANK_STEP,
-                num_warps=4, num_stages=3,
+                SHARES=shares, num_warps=4, num_stages=3,
             )  # fmt: skip
 
         if lora:
             lora_a(b.hidden, False)
         for gate_up, place in gates:
             gate_up.kernel[gate_up.grid(blocks, s.inner)](
-                b.hidden, gate_up.expert_slots, place, self._h, self._t, biases, b.slots, *tables, address, ranks,
-                **wide, **activation, BN=gate_up.columns, **gate_up.constants,
+                b.hidden, gate_up.expert_slots, place, self._h, self._t, t_share, biases, b.slots, *tables, address,
+                ranks, **wide, **activation, SHARES=first, BN=gate_up.columns, **gate_up.constants,
             )  # fmt: skip
         if lora:
             lora_a(self._h, True)
         for down, place in downs:
             down.kernel[down.grid(blocks, s.hidden)](
-                self._h, down.expert_slots, place, y, self._t, b.weights, biases, b.slots, *tables, address, ranks,
-                **wide, BN=down.columns, **down.constants,
+                self._h, down.expert_slots, place, y, self._t, t_share, b.weights, biases, b.slots, *tables, address,
+                ranks, **wide, SHARES=last, BN=down.columns, **down.constants,
             )  # fmt: skip
         kernels.combine[(b.max_rows, -(-s.hidden // 1024))](
             b.bsz,
@@ -277,3 +282,16 @@ class GpuCompute:
 def _result_bytes(sizes: Sizes, element_bytes: int, rows: int) -> int:
     """A row for each choice: float32 in few rows, in more the activations' own type."""
     return max(min(rows, WIDE_ROWS) * _F32, rows * element_bytes) * sizes.top_k * sizes.hidden
+
+
+def _shares(tiles: Tiles, steps: int) -> int:
+    """Into how many programs the sums over K of A x are divided: in few rows, which one program each would wait for."""
+    if tiles.bm > LEAST_BLOCK_ROWS:
+        return 1
+    return max(shares for shares in range(1, _MOST_SHARES + 1) if steps % shares == 0)
+
+
+def _narrow_values(sizes: Sizes, rows: int, max_rank: int) -> int:
+    """Of A x: gate's and up's of each choice, in shares where `_shares` makes some."""
+    choices = rows * sizes.top_k
+    return 2 * max_rank * max(choices, _MOST_SHARES * min(choices, FEW_EACH * sizes.experts))

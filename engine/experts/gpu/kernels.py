@@ -1,6 +1,6 @@
 """Grouped matrix products of routed experts, each row with its own adapter inside, as Triton kernels.
 
-    lora_a    t = s A x per choice with an adapter                               grid (blocks, 16-row tiles of A)
+    lora_a    t = s A x per choice with an adapter                    grid (blocks, 16-row tiles of A, shares of K)
     gate_up   h = silu(gate x + Bg t) * (up x + Bu t), or as LIMIT says          grid (tiles of MID, blocks)
     lora_a    t = s A h
     down      y = w (down h + Bd t), one row per choice, float32 or H's type     grid (tiles of H, blocks)
@@ -9,7 +9,9 @@
 A block is up to BM choices of one expert (index.py); within it the adapters are visited one after another, so base
 weights are read once for all of them, and a block of base rows does no LoRA work. Blocks that the batch does not
 have, and those of experts that are not in `place`, end at once. The tiles of a block run beside one another, so that
-its rows are read from memory once, not once for each tile. Sums run in one order whatever the other rows are.
+its rows are read from memory once, not once for each tile. Sums run in one order whatever the other rows are. In few
+rows t is SHARES sums, `t_share` values from one to the next, which whoever reads it adds up: one program for all of K
+would wait longer for it than the base's product takes.
 Layouts: layout.py; SIZE is an expert slot's, in values. BIASED: each product has a bias, float32 [E, 2 MID + H].
 Experts that are quantised here have products of their own (tiled_kernels.py).
 """
@@ -60,11 +62,11 @@ def adapter_slots(slots, choice, real, e, address, K: tl.constexpr, E: tl.conste
 
 @triton.jit
 def lora_a(
-    x, t, slots, order, start, block_expert, block_first, num_blocks, address, ranks, scales,
+    x, t, t_share, slots, order, start, block_expert, block_first, num_blocks, address, ranks, scales,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, DOWN: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS = 16 rows of A at a time: gate's, then up's, of x [M, H]; DOWN: of h [N, MID] by position."""
+    """ROWS = 16 rows of A at a time: gate's, then up's, of x [M, H]; DOWN: of h [N, MID] by position. t float32."""
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
         return
@@ -72,6 +74,8 @@ def lora_a(
     e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     slot = adapter_slots(slots, choice, real, e, address, K, E)
     INNER: tl.constexpr = MID if DOWN else H
+    LENGTH: tl.constexpr = INNER // SHARES
+    begin = tl.program_id(2) * LENGTH
     row = position.to(tl.int64) if DOWN else (choice // K).to(tl.int64)
     at_k = tl.arange(0, BK)
     out = tile * ROWS + tl.arange(0, ROWS)
@@ -83,69 +87,84 @@ def lora_a(
             if DOWN:
                 a += 2 * rank * H
             sums = tl.zeros([BM, ROWS], tl.float32)
-            for k in range(0, INNER, BK):
-                xs = tl.load(x + row[:, None] * INNER + k + at_k[None, :], mask=real[:, None], other=0)
-                rows = tl.load(a + out[:, None] * INNER + k + at_k[None, :])
+            for k in range(0, LENGTH, BK):
+                at = begin + k + at_k[None, :]
+                xs = tl.load(x + row[:, None] * INNER + at, mask=real[:, None], other=0)
+                rows = tl.load(a + out[:, None] * INNER + at)
                 sums = tl.dot(xs, tl.trans(rows), sums, input_precision="ieee")
             if DOWN:
                 scale = tl.load(scales + current * 3 + 2)
             else:
                 scale = tl.load(scales + current * 3 + tl.where(tile * ROWS < rank, 0, 1))
-            to = t + position[:, None].to(tl.int64) * T + out[None, :]
-            tl.store(to, (sums * scale).to(t.dtype.element_ty), mask=(slot == current)[:, None])
+            to = t + tl.program_id(2) * t_share + position[:, None].to(tl.int64) * T + out[None, :]
+            tl.store(to, sums * scale, mask=(slot == current)[:, None])
         current = tl.min(tl.where(slot > current, slot, NONE), 0)
 
 
 @triton.jit
-def lora_b(sums, t, t_first, b_at, rank, position, mine, n, T: tl.constexpr, R: tl.constexpr):
+def shares_of(t_at, t_share, mask, SHARES: tl.constexpr):
+    """float32: the sum of what shares of K gave."""
+    ts = tl.load(t_at, mask=mask, other=0)
+    for share in tl.static_range(1, SHARES):
+        ts += tl.load(t_at + share * t_share, mask=mask, other=0)
+    return ts
+
+
+@triton.jit
+def lora_b(
+    sums, t, t_share, t_first, b_at, rank, position, mine, n, T: tl.constexpr, R: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
     """sums [BM, BN] += t [BM, rank] B[n, :]^T for the rows `mine`."""
     at = tl.arange(0, R)
     for r in range(0, rank, R):
-        ts = tl.load(t + position[:, None].to(tl.int64) * T + t_first + r + at[None, :], mask=mine[:, None], other=0)
         bs = tl.load(b_at + n[:, None] * rank + r + at[None, :])
+        t_at = t + position[:, None].to(tl.int64) * T + t_first + r + at[None, :]
+        ts = shares_of(t_at, t_share, mine[:, None], SHARES).to(bs.dtype)
         sums = tl.dot(ts, tl.trans(bs), sums, input_precision="ieee")
     return sums
 
 
 @triton.jit
 def with_lora_gate_up(
-    gate, up, slot, t, position, e, address, ranks, n, H: tl.constexpr, MID: tl.constexpr, E: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr,
+    gate, up, slot, x, t, t_share, position, e, address, ranks, n, H: tl.constexpr, MID: tl.constexpr,
+    E: tl.constexpr, T: tl.constexpr, R: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """gate, up [BM, BN] and what the rows' adapters add, one adapter after another. slot [BM]: NONE without one."""
-    numbers = tl.pointer_type(t.dtype.element_ty)
+    """gate, up [BM, BN] and what the rows' adapters add, one adapter after another. slot [BM]: NONE without one;
+    adapters are of x's type."""
+    numbers = tl.pointer_type(x.dtype.element_ty)
     current = tl.min(slot, 0)
     while current < NONE:
         rank = tl.load(ranks + current)
         b = tl.load(address + current * E + e).to(numbers) + rank * (2 * H + MID)
-        gate = lora_b(gate, t, 0, b, rank, position, slot == current, n, T, R)
-        up = lora_b(up, t, rank, b + rank * MID, rank, position, slot == current, n, T, R)
+        gate = lora_b(gate, t, t_share, 0, b, rank, position, slot == current, n, T, R, SHARES)
+        up = lora_b(up, t, t_share, rank, b + rank * MID, rank, position, slot == current, n, T, R, SHARES)
         current = tl.min(tl.where(slot > current, slot, NONE), 0)
     return gate, up
 
 
 @triton.jit
 def with_lora_down(
-    sums, slot, t, position, e, address, ranks, n, H: tl.constexpr, MID: tl.constexpr, E: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr,
+    sums, slot, h, t, t_share, position, e, address, ranks, n, H: tl.constexpr, MID: tl.constexpr, E: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """The same of down."""
-    numbers = tl.pointer_type(t.dtype.element_ty)
+    """The same of down, whose adapters are of h's type."""
+    numbers = tl.pointer_type(h.dtype.element_ty)
     current = tl.min(slot, 0)
     while current < NONE:
         rank = tl.load(ranks + current)
         b = tl.load(address + current * E + e).to(numbers) + rank * (2 * H + 3 * MID)
-        sums = lora_b(sums, t, 0, b, rank, position, slot == current, n, T, R)
+        sums = lora_b(sums, t, t_share, 0, b, rank, position, slot == current, n, T, R, SHARES)
         current = tl.min(tl.where(slot > current, slot, NONE), 0)
     return sums
 
 
 @triton.jit
 def gate_up(
-    x, expert_slots, place, h, t, biases, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    x, expert_slots, place, h, t, t_share, biases, slots, order, start, block_expert, block_first, num_blocks, address,
+    ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    SHARES: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SIZE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     if b >= tl.load(num_blocks):
@@ -171,17 +190,20 @@ def gate_up(
         up += bias_of(biases, e, n, MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        gate, up = with_lora_gate_up(gate, up, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
+        gate, up = with_lora_gate_up(
+            gate, up, slot, x, t, t_share, position, e, address, ranks, n, H, MID, E, T, R, SHARES
+        )
     inner = activated(gate, up, LIMIT, ALPHA)
     tl.store(h + position[:, None].to(tl.int64) * MID + n[None, :], inner.to(h.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
 def down(
-    h, expert_slots, place, y, t, weights, biases, slots, order, start, block_expert, block_first, num_blocks, address,
-    ranks, H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    BIASED: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
+    h, expert_slots, place, y, t, t_share, weights, biases, slots, order, start, block_expert, block_first, num_blocks,
+    address, ranks,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    SHARES: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1)
     if b >= tl.load(num_blocks):
@@ -202,7 +224,7 @@ def down(
         sums += bias_of(biases, e, n, 2 * MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        sums = with_lora_down(sums, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
+        sums = with_lora_down(sums, slot, h, t, t_share, position, e, address, ranks, n, H, MID, E, T, R, SHARES)
     weight = tl.load(weights + choice, mask=real, other=0)
     tl.store(y + choice[:, None].to(tl.int64) * H + n[None, :], sums * weight[:, None], mask=real[:, None])
 

@@ -12,18 +12,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.experts.gpu.kernels import activated, adapter_slots, bias_of, block_of, with_lora_down, with_lora_gate_up
+from engine.experts.gpu.kernels import (
+    activated,
+    adapter_slots,
+    bias_of,
+    block_of,
+    shares_of,
+    with_lora_down,
+    with_lora_gate_up,
+)
 from engine.weights.tiled.dots import row_products
 from engine.weights.tiled.kernels import product, vector
 
 
 @triton.jit
 def gate_up(
-    x, expert_slots, place, h, t, biases, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    x, expert_slots, place, h, t, t_share, biases, slots, order, start, block_expert, block_first, num_blocks, address,
+    ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    WG: tl.constexpr, WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TOGETHER: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
+    SHARES: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WG: tl.constexpr,
+    WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TOGETHER: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER: gate and up are of one form."""
     b = tl.program_id(0)
@@ -46,16 +55,19 @@ def gate_up(
         up += bias_of(biases, e, n, MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        gate, up = with_lora_gate_up(gate, up, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
+        gate, up = with_lora_gate_up(
+            gate, up, slot, x, t, t_share, position, e, address, ranks, n, H, MID, E, T, R, SHARES
+        )
     inner = activated(gate, up, LIMIT, ALPHA)
     tl.store(h + position[:, None].to(tl.int64) * MID + n[None, :], inner.to(h.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
 def down(
-    h, expert_slots, place, y, t, weights, biases, slots, order, start, block_expert, block_first, num_blocks, address,
-    ranks, H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
+    h, expert_slots, place, y, t, t_share, weights, biases, slots, order, start, block_expert, block_first, num_blocks,
+    address, ranks,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    SHARES: tl.constexpr, BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -69,7 +81,7 @@ def down(
         sums += bias_of(biases, e, n, 2 * MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        sums = with_lora_down(sums, slot, t, position, e, address, ranks, n, H, MID, E, T, R)
+        sums = with_lora_down(sums, slot, h, t, t_share, position, e, address, ranks, n, H, MID, E, T, R, SHARES)
     weight = tl.load(weights + choice, mask=real, other=0)
     tl.store(y + choice[:, None].to(tl.int64) * H + n[None, :], sums * weight[:, None], mask=real[:, None])
 
@@ -84,22 +96,23 @@ def one_row(x, w, n, W: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, FAS
 
 
 @triton.jit
-def lora_row(sums, t_at, b_at, rank, n, R: tl.constexpr):
+def lora_row(sums, t_at, t_share, b_at, rank, n, R: tl.constexpr, SHARES: tl.constexpr):
     """sums [BN] += t [rank] B[n, :]^T"""
     at = tl.arange(0, R)
     for r in range(0, rank, R):
-        ts = tl.load(t_at + r + at).to(tl.float32)
+        ts = shares_of(t_at + r + at, t_share, at < R, SHARES)
         sums += tl.sum(tl.load(b_at + n[:, None] * rank + r + at[None, :]).to(tl.float32) * ts[None, :], 1)
     return sums
 
 
 @triton.jit
 def gate_up_rows(
-    x, expert_slots, place, h, t, biases, slots, order, start, block_expert, block_first, num_blocks, address, ranks,
+    x, expert_slots, place, h, t, t_share, biases, slots, order, start, block_expert, block_first, num_blocks, address,
+    ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    WG: tl.constexpr, WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
+    SHARES: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WG: tl.constexpr,
+    WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
@@ -124,18 +137,19 @@ def gate_up_rows(
                 rank = tl.load(ranks + slot)
                 lora = lora_at.to(tl.pointer_type(x.dtype.element_ty)) + rank * (2 * H + MID)
                 t_at = t + position * T
-                gate = lora_row(gate, t_at, lora, rank, n, R)
-                up = lora_row(up, t_at + rank, lora + rank * MID, rank, n, R)
+                gate = lora_row(gate, t_at, t_share, lora, rank, n, R, SHARES)
+                up = lora_row(up, t_at + rank, t_share, lora + rank * MID, rank, n, R, SHARES)
         inner = activated(gate, up, LIMIT, ALPHA)
         tl.store(h + position * MID + n, inner.to(h.dtype.element_ty))
 
 
 @triton.jit
 def down_rows(
-    h, expert_slots, place, y, t, weights, biases, slots, order, start, block_expert, block_first, num_blocks, address,
-    ranks, H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr, TD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
+    h, expert_slots, place, y, t, t_share, weights, biases, slots, order, start, block_expert, block_first, num_blocks,
+    address, ranks,
+    H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
+    SHARES: tl.constexpr, BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
+    TD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
@@ -156,5 +170,5 @@ def down_rows(
             if (slot > 0) & (lora_at != 0):
                 rank = tl.load(ranks + slot)
                 lora = lora_at.to(tl.pointer_type(h.dtype.element_ty)) + rank * (2 * H + 3 * MID)
-                sums = lora_row(sums, t + position * T, lora, rank, n, R)
+                sums = lora_row(sums, t + position * T, t_share, lora, rank, n, R, SHARES)
         tl.store(y + choice.to(tl.int64) * H + n, sums * tl.load(weights + choice))
