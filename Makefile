@@ -18,7 +18,7 @@ help:
 	@echo 'make train-service-demo two jobs and reinforcement learning with Tinker'"'"'s client in a running server, beside chats'
 	@echo 'make quick      the tests that need no server and no torch: scheduler, rules, texts, fields, grammars, headers'
 	@echo 'make test       set everything up and run all tests'
-	@echo 'make test-kernels  the kernels for GPUs in the interpreter of Triton, on this CPU'
+	@echo 'make test-kernels  the kernels for GPUs in the interpreter of Triton, on this CPU, and whether they compile'
 	@echo 'make test-gpu   on a machine with an NVIDIA GPU: set up, run tests/gpu and tests/bridge, record the outcome in benchmarks/results'
 	@echo 'make test-clients  install LangChain, LiteLLM, openai-node, Claude Code, Codex, opencode, Continue, Cline, aider and more; run them against a server'
 	@echo 'make test-ray   install Ray; run replicas without a model on clusters of this machine'
@@ -76,9 +76,11 @@ KERNELS := tests/gpu/test_kernels.py tests/gpu/test_latent_kernels.py tests/gpu/
   tests/gpu/test_fused.py::test_of_equal_experts_the_lower_ones_are_chosen tests/gpu/test_fused.py::test_nan_routes_within_range \
   $(foreach test,a_nan_stays_in_its_row of_any_shape_limit_and_alpha,tests/gpu/test_experts_biased.py::test_$(test)) \
   $(foreach adapters,0 1,'tests/gpu/test_experts_kernels.py::test_weights_are_read_once_per_expert_whatever_the_number_of_adapters[$(adapters)]')
+COMPILED := $(foreach name,fused kernels delta_kernels latent_kernels experts_kernels experts_tiled experts_index,tests/gpu/test_$(name).py)
 
 test-kernels: setup $(VENV)/.triton
 	@TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(PY) -m pytest -p no:schemathesis -p no:locust -n 2 $(KERNELS) $(ARGS)
+	@PYTHONPATH=$(VENV)/triton $(PY) -m testing.compiled $(COMPILED)
 
 test-gpu: setup
 	@$(PY) -m benchmarks.gpu.tests $(ARGS)
