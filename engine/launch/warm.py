@@ -20,6 +20,7 @@ from scheduler.plan import NO_STATE, RowState, StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 
 SHORT = (5, 48)  # tokens: a GPU's kernels differ in their tiles, and are compiled again for odd numbers
+TOGETHER = (512, 2048)  # of prompts that come at once: torch loads other kernels for products of so many rows
 
 
 def warm_up(
@@ -31,10 +32,10 @@ def warm_up(
     if runner.device.type == "cpu":
         return
     most, model = min(plan.token_budget, plan.max_model_len), plan.source.config
-    wanted = list(SHORT if short else ())
+    wanted = {*SHORT, *TOGETHER} if short else set[int]()
     if long and computes_chunks(plan.placement):
-        wanted += chunk_lengths(model.num_experts, model.num_experts_per_tok)
-    lengths = [n for n in wanted if n <= most]
+        wanted |= set(chunk_lengths(model.num_experts, model.num_experts_per_tok))
+    lengths = sorted(n for n in wanted if n <= most)
     todo = [(n, slot) for n in lengths for slot in ((0, 1) if plan.config.max_adapter_slots else (0,))]
     stage = "Compiling kernels for prompts"
     for done, (tokens, slot) in enumerate(todo):
