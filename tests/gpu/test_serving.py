@@ -332,8 +332,8 @@ def test_an_error_in_the_pool_fails_its_step_only(folder, monkeypatch, graphs):
     its stream is released."""
     original, spoil = GpuOps.norm_route, torch.zeros(1, dtype=torch.int64, device="cuda")
 
-    def spoilt(self, residual, delta, weight, router, normalise, out):
-        done = original(self, residual, delta, weight, router, normalise, out)
+    def spoilt(self, residual, delta, weight, gate, router, out, adapters):
+        done = original(self, residual, delta, weight, gate, router, out, adapters)
         out[2].add_(spoil)
         return done
 
