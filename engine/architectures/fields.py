@@ -8,7 +8,14 @@ from typing import Any
 
 from engine.errors import ModelFileError, shown
 
-_LIMIT = 1 << 31
+_LIMIT = (1 << 31) - 1
+_LAYERS, _EXPERTS = 512, 4096  # tensors of all of them are named before a file is asked for any
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "block_count"), _LAYERS),
+    **dict.fromkeys(("num_nextn_predict_layers", "nextn_predict_layers", "num_mtp_layers"), _LAYERS),
+    **dict.fromkeys(("mtp_num_hidden_layers", "num_mtp_modules", "mtp_transformer_layers"), _LAYERS),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "expert_count"), _EXPERTS),
+}
 _MISSING = object()
 
 
@@ -30,8 +37,9 @@ class Fields:
         value = self.get(name, default)
         if value is _MISSING:
             raise self.error(name, "is missing")
-        if type(value) is not int or not least <= value < _LIMIT:
-            raise self.error(name, f"is {shown(value)}; allowed is an integer from {least} to {_LIMIT - 1}")
+        most = _MOST.get(name, _LIMIT)
+        if type(value) is not int or not least <= value <= most:
+            raise self.error(name, f"is {shown(value)}; allowed is an integer from {least} to {most}")
         return value
 
     def number(self, name: str, default: Any = _MISSING, above: float = 0.0) -> float:
