@@ -1,8 +1,11 @@
-"""Small arrays between the host and a GPU, in stream order and without waiting; on a CPU, plain tensors."""
+"""Small arrays between the host and a GPU, in stream order and without waiting; on a CPU, plain tensors. Branches of
+graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,3 +52,26 @@ class Arrival:
         """What the current stream is given from now on comes after it."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
+
+
+@functools.cache
+def _branch(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """While a graph is captured: on a branch of it, beside what comes next, until `rejoin`. Elsewhere in turn."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    branch = _branch(device)
+    branch.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(branch):
+        yield
+
+
+def rejoin(device: torch.device) -> None:
+    """What comes next follows both."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).wait_stream(_branch(device))

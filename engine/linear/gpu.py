@@ -12,6 +12,7 @@ import torch
 
 from engine.architectures.config import ModelConfig
 from engine.architectures.parts.mlp import FLOAT32_MODULES
+from engine.device import beside, rejoin
 from engine.errors import AdapterError, EngineError
 from engine.linear.base import LatentUp, Linear, LinearBackend, LoraBatch
 from engine.linear.embedding import Embedding, TiledEmbedding
@@ -85,7 +86,6 @@ class _Product:
         self._rank = rank
         self._made: _Tables | None = None
         self._lock = threading.Lock()  # adapters come from a thread of their own
-        self._add_lora: Any = None
 
     @property
     def tables(self) -> _Tables:
@@ -96,16 +96,22 @@ class _Product:
             return self._made
 
     def __call__(self, x: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
-        y = self.weights.multiply(x, 0, self.weights.shape[0])
+        outer = self.weights.shape[0]
         if lora is None or not self._slots:
-            return y
+            return self.weights.multiply(x, 0, outer)
         segments = lora.segments
         if segments is None:
             raise EngineError("projections on a GPU need a LoRA batch with segments")
-        if self._add_lora is None:
-            self._add_lora = importlib.import_module("engine.linear.gpu_kernels").add_lora
+        from engine.linear.gpu_kernels import SegmentedLora
+
         t = self.tables
-        self._add_lora(y, x, t.a, t.b, t.ranks, t.scales, self.starts, segments.order, segments.tiles)
+        added = SegmentedLora(t.a, t.b, t.ranks, t.scales, self.starts, segments.order, segments.tiles)
+        part = added.shares(x)
+        with beside(x.device):
+            added.shrink(x, part)
+        y = self.weights.multiply(x, 0, outer)
+        rejoin(x.device)
+        added.expand(y, part)
         return y
 
 

@@ -228,7 +228,7 @@ def test_joined_projections_with_adapters(kernel_device, dtype, biased):
 
 
 def test_a_row_of_any_neighbours_is_the_same(kernel_device):
-    from engine.linear.gpu_kernels import add_lora
+    from engine.linear.gpu_kernels import SegmentedLora
     from engine.linear.segments import Groups
 
     g = torch.Generator().manual_seed(4)
@@ -242,7 +242,10 @@ def test_a_row_of_any_neighbours_is_the_same(kernel_device):
         y = torch.zeros(len(rows), 64, device=kernel_device)
         groups = Groups.of(np.array(slots))
         order, tiles = (torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (groups.order, groups.tiles))
-        add_lora(y, x[rows], a, b, ranks, scales, [0], order, tiles)
+        added = SegmentedLora(a, b, ranks, scales, [0], order, tiles)
+        part = added.shares(x)
+        added.shrink(x[rows], part)
+        added.expand(y, part)
         return y
 
     slots = [i % 3 for i in range(40)]
