@@ -1,5 +1,5 @@
 """Compiles the kernels that tests launch for a GPU that is not here: Triton's interpreter takes code that its compiler
-refuses.
+refuses, or makes slow.
 
     PYTHONPATH=.venv/triton python -m testing.compiled [--capability 90] TESTS
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import suppress
@@ -19,6 +20,11 @@ import pytest
 import torch
 
 ASKED = "KTSERVE_COMPILE_KERNELS"  # tests of kernels run without a GPU where this is set
+
+
+# kernels that read adapters at addresses from memory: the compiler must be told what these are multiples of
+_WIDE = ("lora_a", "lora_a_choices", "activate", "combine_lora")
+_TWO_BYTES = re.compile(r"ld\.global\S*\.[bu]16\s")  # in PTX
 
 
 class _Driver:
@@ -43,7 +49,8 @@ class _Driver:
 
 
 class _CompileOnly:
-    """A pytest plugin. `compiled`: names and hashes of kernels; `refused`: name, what the compiler says."""
+    """A pytest plugin. `compiled`: names and hashes of kernels; `refused`: name, what the compiler says; `narrow`: the
+    most loads of two bytes in a kernel of that name."""
 
     def __init__(self, capability: int) -> None:
         from triton.runtime import driver
@@ -51,6 +58,7 @@ class _CompileOnly:
 
         self.compiled: set[tuple[str, str]] = set()
         self.refused: list[tuple[str, str]] = []
+        self.narrow: dict[str, int] = {}
         driver.set_active(_Driver(capability))
         launch: Any = JITFunction.run
 
@@ -60,6 +68,8 @@ class _CompileOnly:
             except Exception as error:
                 self.refused.append((kernel.__name__, str(error)))
                 raise
+            narrow = len(_TWO_BYTES.findall(made.asm["ptx"]))
+            self.narrow[kernel.__name__] = max(narrow, self.narrow.get(kernel.__name__, 0))
             self.compiled.add((kernel.__name__, made.hash))
             return made
 
@@ -82,9 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = int(pytest.main(["-q", "-p", "no:schemathesis", "-p", "no:locust", *args.tests], plugins=[plugin]))
     kernels = {name for name, _ in plugin.compiled}
     print(f"{len(plugin.compiled)} variants of {len(kernels)} kernels compile for {args.capability}")
+    for name in _WIDE:
+        if (narrow := plugin.narrow.get(name)) != 0:
+            print(f"{name}: {'not compiled' if narrow is None else f'{narrow} loads of two bytes a thread'}")
     for name, why in plugin.refused:
         print(f"refused: {name}: {why}")
-    return 1 if plugin.refused or not plugin.compiled else status
+    slow = any(plugin.narrow.get(name) != 0 for name in _WIDE)
+    return 1 if plugin.refused or slow or not plugin.compiled else status
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.experts.gpu import compute as module
+from engine.experts.gpu import products
 from engine.experts.gpu.compute import GpuCompute, LayerTables, SlotTables
 from engine.experts.gpu.layout import Elementwise, Sizes, lora_blocks
 from engine.lora.adapter import ExpertLora
@@ -66,31 +67,38 @@ def test_weights_are_read_once_per_expert_whatever_the_number_of_adapters(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slot_list", [None, [0, 1, 2, 5]], ids=["base", "adapters"])
+@pytest.mark.parametrize("beside", [0, 99], ids=["within", "beside"])
 @pytest.mark.parametrize(
     "rows,here", [(1, range(E)), (1, [1, 2, 5, 7]), (9, range(E)), (14, [1, 2, 5, 7]), (90, range(E)), *MANY]
 )
 def test_right_with_and_without_adapters(
-    rows: int, here: list[int], dtype: torch.dtype, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    here: list[int],
+    beside: int,
+    slot_list: list[int] | None,
+    dtype: torch.dtype,
+    kernel_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Adapters within the products, and beside them."""
     monkeypatch.setattr(module, "WIDE_ROWS", 100)
+    monkeypatch.setattr(products, "BESIDE_EACH", beside)
     layer = Layer("BF16")
     adapters = {1: lora(4, 11, dtype), 2: lora(16, 12, dtype), 5: lora(20, 13, dtype)}
     adapters[2].gate_b[3] = adapters[2].up_b[3] = adapters[2].down_b[3] = 0
     compute = GpuCompute(SIZES, dtype, kernel_device, max_rows=rows + 2, max_rank=20, max_slots=7)
     table, slots, _keep = tables(layer, adapters, dtype, list(here), kernel_device)
-    counted = 0
-    for slot_list in (None, [0, 1, 2, 5]):
-        b = batch(rows, dtype, slots=slot_list)
-        b.ids[0, 1] = -1
-        want = batch(rows, dtype, slots=slot_list)
-        want.ids[0, 1] = -1
-        want.ids[:rows][~torch.isin(want.ids[:rows], torch.tensor(list(here)))] = -1
-        b.ids[rows:] = 0
-        b.rows = rows if slot_list is None else None  # launched for the true rows, or for all that fit
-        for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
-            setattr(b, name, getattr(b, name).to(kernel_device))
-        compute.run(b, table, slots, 0, b.out, lora=slot_list is not None)
-        assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < (2e-6 if dtype == F32 else 0.008)
-        assert (b.out[rows:] == 7).all()
-        counted += distinct(want)
-        assert table.touched is not None and int(table.touched) == counted
+    b = batch(rows, dtype, slots=slot_list)
+    b.ids[0, 1] = -1
+    want = batch(rows, dtype, slots=slot_list)
+    want.ids[0, 1] = -1
+    want.ids[:rows][~torch.isin(want.ids[:rows], torch.tensor(list(here)))] = -1
+    b.ids[rows:] = 0
+    b.rows = rows if slot_list is None else None  # launched for the true rows, or for all that fit
+    for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
+        setattr(b, name, getattr(b, name).to(kernel_device))
+    compute.run(b, table, slots, 0, b.out, lora=slot_list is not None)
+    assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < (2e-6 if dtype == F32 else 0.008)
+    assert (b.out[rows:] == 7).all()
+    assert table.touched is not None and int(table.touched) == distinct(want)

@@ -27,6 +27,8 @@ LAYERS = [*((kind, kind, kind) for kind in FORMATS), *MIXED]
 SOME = LAYERS if GPU else [*MIXED, ("Q6_K", "Q6_K", "IQ4_NL")]  # the interpreter is slow
 HOPPER = GPU and torch.version.cuda is not None and torch.cuda.get_device_capability() >= few_rows.HOPPER
 CHOICES = [(kinds, False) for kinds in (LAYERS if GPU else SOME) if not {"BF16", "F8_E4M3"} & {*kinds}]
+CHOICE_BATCHES: list[tuple[int, list[int] | None]] = [(2, None), (0, [1]), (2, [5, 1])]
+CHOICE_BATCHES += [(0, None), (1, None), (2, [0, 5]), (1, [5])] if GPU else []  # the interpreter is slow
 CHOICES += [(kinds, True) for kinds in LAYERS if "BF16" not in kinds and HOPPER]  # by kernels in CUDA C++
 
 
@@ -85,27 +87,30 @@ def _check(layer: Layer, rows: int, kernel_device: torch.device, bound: float) -
 def test_single_choices(
     kinds: tuple[str, str, str], hopper: bool, kernel_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in int8, each choice by itself: choices of no expert, and those that another backend computes."""
+    """Rows in int8, each choice by itself: choices of no expert, and those that another backend computes; with adapters
+    of several ranks, of which one has nothing for an expert."""
     monkeypatch.setattr(few_rows, "HOPPER", few_rows.HOPPER if hopper else (99, 0))
     monkeypatch.setattr(products, "INTEGERS", (DTYPE,))
     monkeypatch.setattr(products, "CHOICE_ROWS", 4)
     monkeypatch.setattr(products, "CUDA_CHOICE_ROWS", 4)
     layer, here = Layer(*kinds), [1, 2, 5, 7]
+    adapters = {1: lora(4, 11, DTYPE), 5: lora(20, 13, DTYPE)}
+    adapters[5].gate_b[2] = adapters[5].up_b[2] = adapters[5].down_b[2] = 0
     experts = GpuCompute(SIZES, DTYPE, kernel_device, max_rows=4, max_rank=20, max_slots=7)
-    table, slots, _keep = tables(layer, {}, DTYPE, here, kernel_device)
-    for rows in (2, 0, 1) if GPU else (2, 0):  # the interpreter is slow
-        b, want = batch(rows, DTYPE, seed=rows), batch(rows, DTYPE, seed=rows)
+    table, slots, _keep = tables(layer, adapters, DTYPE, here, kernel_device)
+    for rows, slot_list in CHOICE_BATCHES:
+        b, want = (batch(rows, DTYPE, seed=rows, slots=slot_list) for _ in range(2))
         want.ids[:rows][~torch.isin(want.ids[:rows], torch.tensor(here))] = -1
         if rows == 2:
             want.ids[1, 0] = b.ids[1, 0] = -1
         for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
             setattr(b, name, getattr(b, name).to(kernel_device))
-        experts.run(b, table, slots, 0, b.out, lora=False)
+        experts.run(b, table, slots, 0, b.out, lora=slot_list is not None)
         assert experts.weight_passes() == int((want.ids[:rows] >= 0).sum())
         assert table.touched is not None and int(table.touched) == distinct(want)
         table.touched.zero_()
         if rows:
-            assert error(b.out[:rows].cpu(), expected(layer, want, {})) < INTEGER_BOUND
+            assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < INTEGER_BOUND
         assert (b.out[rows:] == 7).all()
 
 

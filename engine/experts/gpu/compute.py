@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,6 +12,8 @@ import torch
 
 from engine.errors import EngineError
 from engine.experts.base import ExpertBuffers
+from engine.experts.gpu import products
+from engine.experts.gpu.few_lora import FewLora, shares
 from engine.experts.gpu.few_rows import FewRows
 from engine.experts.gpu.index import MOST_CHOICES, Index, add_touched, build, most_blocks
 from engine.experts.gpu.layout import SILU_ALONE, Elementwise, ExpertLayout, Sizes
@@ -34,7 +38,6 @@ from engine.lora.adapter import RANK_STEP, padded_rank
 CHUNK_ROWS = 8192  # rows computed at a time: bounds the scratch memory
 WIDE_ROWS = 4096  # of a chunk, up to which a choice's result is kept in float32 before a row's are added up
 _F32 = 4
-_MOST_SHARES = 8
 
 
 def chunk_lengths(experts: int, top_k: int) -> list[int]:
@@ -100,7 +103,9 @@ class GpuCompute:
         self.max_rank = padded_rank(max(max_rank, 1))
         self.rows = min(max_rows, CHUNK_ROWS)
         self._h = torch.empty(self.rows * sizes.top_k, sizes.inner, dtype=dtype, device=device)
-        self._t = torch.empty(_narrow_values(sizes, self.rows, self.max_rank), dtype=torch.float32, device=device)
+        few = _few_choices(sizes, self.rows)
+        self._t = torch.empty(self.rows * sizes.top_k, 2 * self.max_rank, dtype=torch.float32, device=device)
+        self._t_down = torch.empty(few, shares(sizes), self.max_rank, dtype=torch.float32, device=device)
         self._y = torch.empty(_result_bytes(sizes, dtype.itemsize, self.rows), dtype=torch.uint8, device=device)
         self._widened = Widened(sizes, dtype, device)
         self._few_rows = FewRows(sizes, device)
@@ -109,13 +114,15 @@ class GpuCompute:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self._h, self._t, self._y)) + self._widened.num_bytes
+        held = self._h, self._t, self._t_down, self._y
+        return sum(t.numel() * t.element_size() for t in held) + self._widened.num_bytes
 
     @staticmethod
     def planned_bytes(sizes: Sizes, element_bytes: int, max_rows: int, max_rank: int, *, quantised: bool) -> int:
         """`num_bytes`, once a batch of `max_rows` was computed, of experts that are quantised or not."""
         rows = min(max_rows, CHUNK_ROWS)
-        narrow = _narrow_values(sizes, rows, padded_rank(max(max_rank, 1))) * _F32
+        rank = padded_rank(max(max_rank, 1))
+        narrow = (rows * sizes.top_k * 2 + _few_choices(sizes, rows) * shares(sizes)) * rank * _F32
         widened = Widened.planned_bytes(sizes, element_bytes) if quantised and Widened.pays(sizes, rows) else 0
         inner = rows * sizes.top_k * sizes.inner * element_bytes
         return inner + narrow + _result_bytes(sizes, element_bytes, rows) + widened
@@ -161,56 +168,61 @@ class GpuCompute:
         lora: bool,
         touched: torch.Tensor | None,
     ) -> None:
-        from engine.experts.gpu import index_kernel, kernels
+        from engine.experts.gpu import index_kernel, kernels, lora_kernels
 
         s, tiles, index = self.sizes, tiles_for(self.sizes, b.max_rows, self.dtype), self._index
         self._by_choice = None
-        if not lora and (few := self._few_rows_kernels(layer, tiles)):
-            self._run_few_rows(b, layer, *few, touched)
+        scales = slots.scales[number]
+        within = lora and tiles.each > products.BESIDE_EACH  # adapters within the products
+        adapters = None
+        if lora and not within:
+            adapters = FewLora(s, b, self._t, self._t_down, layer.lora_address, slots.ranks, scales)
+        if not within and (few := self._few_rows_kernels(layer, tiles, lora)):
+            self._run_few_rows(b, layer, *few, touched, adapters)
             return
-        if not lora and (single := choice_products(layer.layout, layer.expert_slots, tiles, self.dtype, s)):
-            self._run_choices(b, layer, *single, touched)
+        if not within and (single := choice_products(layer.layout, layer.expert_slots, tiles, self.dtype, s)):
+            self._run_choices(b, layer, *single, touched, adapters)
             return
-        if b.ids.numel() > MOST_CHOICES:
-            build(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm)
-        else:
-            index_kernel.launch(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm, touched)
-        tables = (index.order, index.start, index.block_expert, index.block_first, index.num_blocks)
         blocks = most_blocks(b.ids.numel(), s.experts, tiles.bm)
-        common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
-        common |= {"T": 2 * self.max_rank, "BM": tiles.bm}
-        activation, biases = layer.elementwise.constants, layer.biases
-        address, ranks = layer.lora_address, slots.ranks
-        a_tiles = self.max_rank // RANK_STEP
+        wide: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts, "T": 2 * self.max_rank}
+        wide |= {"BM": tiles.bm, "R": RANK_STEP, "LORA": within, "BIASED": layer.biased}
+        sorted_choices = (index.order, index.start, index.block_expert, index.block_first, index.num_blocks)
+        tables = (b.slots, *sorted_choices, layer.lora_address, slots.ranks)
         gates, downs = self._products(layer, tiles, b.max_rows)
         y = self._y.view(torch.float32 if b.max_rows <= WIDE_ROWS else self.dtype)
-        wide = common | {"LORA": lora, "R": RANK_STEP, "BIASED": layer.biased}
-        t_share = b.ids.numel() * 2 * self.max_rank
-        first = _shares(tiles, s.hidden // tiles.bk_hidden) if lora else 1
-        last = _shares(tiles, s.inner // tiles.bk_inner) if lora else 1
 
         def lora_a(x: torch.Tensor, is_down: bool) -> None:
-            shares = last if is_down else first
-            kernels.lora_a[(blocks, a_tiles if is_down else 2 * a_tiles, shares)](
-                x, self._t, t_share, b.slots, *tables, address, ranks, slots.scales[number],
-                **common, DOWN=is_down, BK=tiles.bk_inner if is_down else tiles.bk_hidden, ROWS=RANK_STEP,
-                SHARES=shares, num_warps=4, num_stages=3,
+            lora_kernels.lora_a[(blocks, self.max_rank // RANK_STEP * (1 if is_down else 2))](
+                x, self._t, *tables, scales, H=s.hidden, MID=s.inner, K=s.top_k, E=s.experts, T=2 * self.max_rank,
+                DOWN=is_down, BM=tiles.bm, BK=tiles.bk_inner if is_down else tiles.bk_hidden, ROWS=RANK_STEP,
+                num_warps=4, num_stages=3,
             )  # fmt: skip
 
-        if lora:
-            lora_a(b.hidden, False)
-        for gate_up, place in gates:
-            gate_up.kernel[gate_up.grid(blocks, s.inner)](
-                b.hidden, gate_up.expert_slots, place, self._h, self._t, t_share, biases, b.slots, *tables, address,
-                ranks, **wide, **activation, SHARES=first, BN=gate_up.columns, **gate_up.constants,
-            )  # fmt: skip
-        if lora:
+        with nullcontext() if adapters is None else adapters.narrowed():
+            if b.ids.numel() > MOST_CHOICES:
+                build(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm)
+            else:
+                index_kernel.launch(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm, touched)
+            if within:
+                lora_a(b.hidden, False)
+            for gate_up, place in gates:
+                gate_up.kernel[gate_up.grid(blocks, s.inner)](
+                    b.hidden, gate_up.expert_slots, place, self._h if adapters is None else self._raw, self._t,
+                    layer.biases, *tables, **wide, **layer.elementwise.constants, RAW=adapters is not None,
+                    BN=gate_up.columns, **gate_up.constants,
+                )  # fmt: skip
+        if adapters is not None:
+            adapters.activate(self._raw, self._h, layer.elementwise)
+        elif within:
             lora_a(self._h, True)
         for down, place in downs:
             down.kernel[down.grid(blocks, s.hidden)](
-                self._h, down.expert_slots, place, y, self._t, t_share, b.weights, biases, b.slots, *tables, address,
-                ranks, **wide, SHARES=last, BN=down.columns, **down.constants,
+                self._h, down.expert_slots, place, y, self._t, b.weights, layer.biases, *tables, **wide,
+                BN=down.columns, **down.constants,
             )  # fmt: skip
+        if adapters is not None:
+            adapters.combine(self._h, y, layer.place)
+            return
         kernels.combine[(b.max_rows, -(-s.hidden // 1024))](
             b.bsz,
             b.ids,
@@ -225,39 +237,70 @@ class GpuCompute:
             num_warps=4,
         )
 
-    def _few_rows_kernels(self, layer: LayerTables, tiles: Tiles) -> tuple[Kernel, Kernel] | None:
+    @property
+    def _raw(self) -> torch.Tensor:
+        """Of few rows, float32 [N, 2 I]: what gate and up gave. It is not needed any more when down begins."""
+        return self._y.view(torch.float32)
+
+    def _few_rows_kernels(self, layer: LayerTables, tiles: Tiles, lora: bool) -> tuple[Kernel, Kernel] | None:
         if layer.layout is None or not choices_alone(layer.layout, tiles, self.dtype, cuda=True):
             return None
         slot_bytes = layer.expert_slots.stride(0) * layer.expert_slots.element_size()
-        return self._few_rows.kernels(layer.layout, layer.elementwise, slot_bytes)
+        return self._few_rows.kernels(layer.layout, layer.elementwise, slot_bytes, self.max_rank if lora else 0)
 
     def _run_few_rows(
-        self, b: ExpertBuffers, layer: LayerTables, gate_up: Kernel, down: Kernel, touched: torch.Tensor | None
+        self,
+        b: ExpertBuffers,
+        layer: LayerTables,
+        gate_up: Kernel,
+        down: Kernel,
+        touched: torch.Tensor | None,
+        adapters: FewLora | None,
     ) -> None:
         s, expert_slots, biases = self.sizes, layer.expert_slots, layer.elementwise.biases
         self._by_choice = b, layer.place
         tables = (b.bsz, b.ids, b.slots, layer.place)
-        grid = b.ids.numel(), s.inner // gate_up.columns
-        gate_up.launch(grid, (*tables, touched, b.hidden, expert_slots, self._h, biases))
+        inner = self._h if adapters is None else self._raw
+        with nullcontext() if adapters is None else adapters.narrowed():
+            grid = b.ids.numel(), s.inner // gate_up.columns
+            gate_up.launch(grid, (*tables, touched, b.hidden, expert_slots, inner, biases))
         grid = b.max_rows, s.hidden // down.columns
-        down.launch(grid, (*tables, self._h, b.weights, expert_slots, b.out, biases))
+        added: tuple[torch.Tensor | None, ...] = (None,) * 3
+        if adapters is not None:
+            adapters.activate(self._raw, self._h, layer.elementwise)
+            added = (adapters.t_down, adapters.address, adapters.ranks)
+        down.launch(grid, (*tables, self._h, b.weights, expert_slots, b.out, biases, *added))
 
     def _run_choices(
-        self, b: ExpertBuffers, layer: LayerTables, gate_up: Product, down: Product, touched: torch.Tensor | None
+        self,
+        b: ExpertBuffers,
+        layer: LayerTables,
+        gate_up: Product,
+        down: Product,
+        touched: torch.Tensor | None,
+        adapters: FewLora | None,
     ) -> None:
         s = self.sizes
         self._by_choice = b, layer.place
         common: dict[str, Any] = {"H": s.hidden, "MID": s.inner, "K": s.top_k, "E": s.experts}
         common |= {"BIASED": layer.biased}
         tables = (b.bsz, b.ids, b.slots, layer.place)
-        gate_up.kernel[gate_up.grid(b.ids.numel(), s.inner)](
-            *tables, b.bsz if touched is None else touched, b.hidden, gate_up.expert_slots, self._h,
-            layer.biases, **common, **layer.elementwise.constants, EP=1 << (s.experts - 1).bit_length(),
-            COUNT=touched is not None, BN=gate_up.columns, **gate_up.constants,
-        )  # fmt: skip
+        inner = self._h if adapters is None else self._raw
+        with nullcontext() if adapters is None else adapters.narrowed():
+            gate_up.kernel[gate_up.grid(b.ids.numel(), s.inner)](
+                *tables, b.bsz if touched is None else touched, b.hidden, gate_up.expert_slots, inner,
+                layer.biases, **common, **layer.elementwise.constants, RAW=adapters is not None,
+                EP=1 << (s.experts - 1).bit_length(), COUNT=touched is not None, BN=gate_up.columns,
+                **gate_up.constants,
+            )  # fmt: skip
+        added: tuple[torch.Tensor, ...] = (b.weights,) * 3
+        constants = {"T": 1, "SHARES": 1, "R": 1}
+        if adapters is not None:
+            adapters.activate(self._raw, self._h, layer.elementwise)
+            added, constants = (adapters.t_down, adapters.address, adapters.ranks), adapters.constants
         down.kernel[down.grid(b.max_rows, s.hidden)](
-            *tables, self._h, b.weights, down.expert_slots, b.out, layer.biases,
-            **common, J=1 << (s.top_k - 1).bit_length(), BN=down.columns, **down.constants,
+            *tables, self._h, b.weights, down.expert_slots, b.out, layer.biases, *added, **(constants | common),
+            LORA=adapters is not None, J=1 << (s.top_k - 1).bit_length(), BN=down.columns, **down.constants,
         )  # fmt: skip
 
     def _products(self, layer: LayerTables, tiles: Tiles, rows: int) -> tuple[Parts, Parts]:
@@ -280,18 +323,13 @@ class GpuCompute:
 
 
 def _result_bytes(sizes: Sizes, element_bytes: int, rows: int) -> int:
-    """A row for each choice: float32 in few rows, in more the activations' own type."""
-    return max(min(rows, WIDE_ROWS) * _F32, rows * element_bytes) * sizes.top_k * sizes.hidden
+    """A row for each choice: float32 in few rows, in more the activations' own type; before it, of few rows with
+    adapters, what gate and up gave."""
+    results = max(min(rows, WIDE_ROWS) * _F32, rows * element_bytes) * sizes.top_k * sizes.hidden
+    raw = _few_choices(sizes, rows) * 2 * sizes.inner * _F32
+    return max(results, -(-raw // (_F32 * sizes.hidden)) * _F32 * sizes.hidden)
 
 
-def _shares(tiles: Tiles, steps: int) -> int:
-    """Into how many programs the sums over K of A x are divided: in few rows, which one program each would wait for."""
-    if tiles.bm > LEAST_BLOCK_ROWS:
-        return 1
-    return max(shares for shares in range(1, _MOST_SHARES + 1) if steps % shares == 0)
-
-
-def _narrow_values(sizes: Sizes, rows: int, max_rank: int) -> int:
-    """Of A x: gate's and up's of each choice, in shares where `_shares` makes some."""
-    choices = rows * sizes.top_k
-    return 2 * max_rank * max(choices, _MOST_SHARES * min(choices, FEW_EACH * sizes.experts))
+def _few_choices(sizes: Sizes, rows: int) -> int:
+    """Of a step whose adapters are beside the products, at most."""
+    return min(rows * sizes.top_k, math.ceil(products.BESIDE_EACH * sizes.experts))

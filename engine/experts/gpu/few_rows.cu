@@ -1,4 +1,4 @@
-// Routed experts for steps of few rows without adapters: each choice by itself, without an index (few_rows.py).
+// Routed experts for steps of few rows: each choice by itself, without an index (few_rows.py).
 //
 //     gate_up_choices   h = silu(gate x) * (up x), or as LIMIT says          grid (choices, I / NT)
 //     down_choices      out = sum of w (down h) over a row's choices         grid (rows, H / NT)
@@ -11,6 +11,9 @@
 // A lane multiplies a line of 32 bytes of a row of the matrix, G outputs at a time: 64 4-bit values, those of two runs
 // (engine/weights/tiled/layout.py), or 32 of 8 bits. Its words meet four int8 of the row an instruction. A warp's unit
 // of work is 32 lines (of down: of all choices) for G outputs.
+//
+// RANK > 0: rows may have adapters of so high a rank. gate_up_choices then gives gate and up as they are, in float32, for
+// `activate` of lora_kernels.py, and down_choices adds B t, which it computes while its bits are on their way.
 
 constexpr int PARTS = NT / G;  // outputs come in parts, each with a barrier
 
@@ -474,6 +477,26 @@ INLINE int expert_slot_of(const int* bsz, const long long* ids, const int* slots
   return expert < 0 ? -1 : place[slot * EXPERTS + expert];
 }
 
+// What an adapter adds to one output: its row of B [rank] times the sum of t's SHARES, of RANK values each.
+INLINE float lora_product(const ushort* b, const float* t, int rank) {
+  float sum = 0;
+  for (int r = 0; r < rank; r += 8) {
+    const uint4 v = *(const uint4*)(b + r);
+    const uint words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int share = 0; share < SHARES; ++share) {
+      const uint4 first = load_fresh(t + share * RANK + r), second = load_fresh(t + share * RANK + r + 4);
+      const uint values[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sum += __uint_as_float(words[i] << 16) * __uint_as_float(values[2 * i]);
+        sum += __uint_as_float(words[i] & 0xFFFF0000u) * __uint_as_float(values[2 * i + 1]);
+      }
+    }
+  }
+  return sum;
+}
+
 #ifdef GATE
 
 using Gate = GATE;
@@ -526,7 +549,7 @@ INLINE float total_of(const float* sums, int n) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     gate_up_choices(const int* bsz, const long long* ids, const int* slots, const int* place, long long* touched,
-                    const ushort* x, const char* expert_slots, ushort* h, const float* biases) {
+                    const ushort* x, const char* expert_slots, void* h, const float* biases) {
   constexpr int H = Gate::K, MID = Gate::N;
   constexpr int UP_TILE = Tile<Gate>::BYTES, ROWS = UP_TILE + Tile<Up>::BYTES;
   constexpr int INT_ROWS = Rows<H, false>::BYTES, HALF_ROWS = Rows<H, true>::BYTES;
@@ -576,7 +599,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     gate += own[0];
     up += own[MID];
   }
-  h[(long long)choice * MID + n + threadIdx.x] = to_bf16(activated(gate, up));
+  if constexpr (RANK > 0) {
+    float* raw = (float*)h + (long long)choice * 2 * MID + n + threadIdx.x;
+    raw[0] = gate;
+    raw[MID] = up;
+  } else {
+    ((ushort*)h)[(long long)choice * MID + n + threadIdx.x] = to_bf16(activated(gate, up));
+  }
 }
 
 #else
@@ -585,18 +614,21 @@ using Down = DOWN;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     down_choices(const int* bsz, const long long* ids, const int* slots, const int* place, const ushort* h,
-                 const float* weights, const char* expert_slots, ushort* out, const float* biases) {
+                 const float* weights, const char* expert_slots, ushort* out, const float* biases, const float* t_down,
+                 const long long* address, const int* ranks) {
   constexpr int H = Down::N, MID = Down::K, VALUES = TOP_K * MID, LINES = TOP_K * Down::COUNT;
   constexpr int CHUNKS = (LINES + 31) / 32, UNITS = CHUNKS * PARTS;
   using T = Tile<Down>;
   constexpr int ROWS = TOP_K * T::BYTES, SUMS = ROWS + Rows<VALUES, Down::E4M3>::BYTES;
-  constexpr int CHOICES = SUMS + CHUNKS * NT * 4, BARRIERS = CHOICES + (3 * TOP_K * 4 + 15) / 16 * 16;
+  constexpr int CHOICES = SUMS + CHUNKS * NT * 4, ADDED = CHOICES + (3 * TOP_K * 4 + 15) / 16 * 16;
+  constexpr int BARRIERS = ADDED + (RANK > 0 ? TOP_K * NT * 4 : 0);
   constexpr int BARRIER_BYTES = PARTS * 8;
   static_assert(BARRIERS + BARRIER_BYTES == SHARED, "few_rows.py counts shared memory in the same way");
   extern __shared__ __align__(128) char shared[];
   int* own_slots = (int*)(shared + CHOICES);
   int* own_experts = own_slots + TOP_K;
   float* own_weights = (float*)(own_experts + TOP_K);
+  float* added = (float*)(shared + ADDED);
   const int row = blockIdx.x, n = blockIdx.y * NT;
   const bool counts = row < *bsz;
   const uint barriers = shared_address(shared + BARRIERS);
@@ -624,6 +656,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                          threadIdx.x & 31, 32);
   wait_for_kernel_before();
   if (!counts) return;
+  if constexpr (RANK > 0) {
+    const int slot = slots[row], rank = slot > 0 ? ranks[slot] : 0;
+    for (int i = threadIdx.x; i < TOP_K * NT; i += THREADS) {
+      const int j = i / NT;
+      const long long lora = rank > 0 && own_slots[j] >= 0 ? address[slot * EXPERTS + own_experts[j]] : 0;
+      const ushort* b = (const ushort*)lora + (long long)rank * (2 * H + 3 * MID + n + i % NT);
+      const float* t = t_down + (long long)(row * TOP_K + j) * SHARES * RANK;
+      added[i] = lora ? own_weights[j] * lora_product(b, t, rank) : 0.0f;
+    }
+  }
   put_rows<VALUES, MID, Down::E4M3>(h + row * VALUES, shared + ROWS, own_weights);
   async_copies_wait();
   __syncthreads();
@@ -646,6 +688,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int j = 0; j < TOP_K; ++j)
       if (own_slots[j] >= 0)
         total += own_weights[j] * biases[(long long)own_experts[j] * (2 * MID + H) + 2 * MID + n + threadIdx.x];
+  if constexpr (RANK > 0)
+    for (int j = 0; j < TOP_K; ++j) total += added[j * NT + threadIdx.x];
   out[(long long)row * H + n + threadIdx.x] = to_bf16(total);
 }
 

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from engine.architectures.parts.mlp import Activation
+from engine.experts.gpu.few_lora import shares
 from engine.experts.gpu.layout import Elementwise, ExpertLayout, Sizes
 from engine.experts.gpu.nvrtc import Kernel, capability, shared_bytes_of_blocks
 from engine.weights.tiled.layout import Matrix
@@ -43,7 +44,7 @@ def serves(matrix: Matrix) -> bool:
     return not matrix.plain and matrix.padded_k == matrix.k and matrix.sub == 32
 
 
-_Key: TypeAlias = tuple[ExpertLayout, int, Activation, bool]
+_Key: TypeAlias = tuple[ExpertLayout, int, Activation, bool, int]
 
 
 class FewRows:
@@ -53,10 +54,12 @@ class FewRows:
         self._sizes, self._device = sizes, device
         self._kernels: dict[_Key, tuple[Kernel, Kernel] | None] = {}
 
-    def kernels(self, layout: ExpertLayout, elementwise: Elementwise, slot_bytes: int) -> tuple[Kernel, Kernel] | None:
-        """Gate and up, and down, of experts in slots of `slot_bytes`; None: Triton's serve this layer. EngineError if
-        they cannot be compiled."""
-        key = layout, slot_bytes, elementwise.activation, elementwise.biases is not None
+    def kernels(
+        self, layout: ExpertLayout, elementwise: Elementwise, slot_bytes: int, rank: int
+    ) -> tuple[Kernel, Kernel] | None:
+        """Gate and up, and down, of experts in slots of `slot_bytes`, for rows with adapters of up to `rank` if that is
+        not 0; None: Triton's serve this layer. EngineError if they cannot be compiled."""
+        key = layout, slot_bytes, elementwise.activation, elementwise.biases is not None, rank
         if key not in self._kernels:
             found = sources(self._sizes, *key, shared_bytes_of_blocks(self._device)) if _runs_on(self._device) else None
             self._kernels[key] = None if found is None else (self._compiled(found[0]), self._compiled(found[1]))
@@ -79,16 +82,23 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def sources(
-    sizes: Sizes, layout: ExpertLayout, slot_bytes: int, activation: Activation, biased: bool, shared_limit: int
+    sizes: Sizes,
+    layout: ExpertLayout,
+    slot_bytes: int,
+    activation: Activation,
+    biased: bool,
+    rank: int,
+    shared_limit: int,
 ) -> tuple[Source, Source] | None:
-    """Gate and up, and down, of experts in slots of `slot_bytes`; None if they do not serve this layout. A block may
-    have `shared_limit` bytes of shared memory if it is alone on its multiprocessor."""
+    """Gate and up, and down, of experts in slots of `slot_bytes`, for rows with adapters of up to `rank` if that is not
+    0; None if they do not serve this layout. A block may have `shared_limit` bytes of shared memory if it is alone on
+    its multiprocessor."""
     if not all(serves(matrix) for matrix in layout.matrices) or sizes.top_k > _MOST_CHOICES or slot_bytes % 16:
         return None
     _, up_at, down_at = layout.starts
     common: dict[str, float] = {
         "TOP_K": sizes.top_k, "EXPERTS": sizes.experts, "SIZE": slot_bytes, "UP_AT": up_at, "DOWN_AT": down_at,
-        "BIASED": biased,
+        "BIASED": biased, "RANK": rank, "SHARES": shares(sizes),
     }  # fmt: skip
     common |= Elementwise(activation).constants
     half = (shared_limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES
@@ -114,7 +124,7 @@ def _down(layout: ExpertLayout, sizes: Sizes, common: dict[str, float], most: in
     chunks = _chunks(k * lines_of(down))
     for n in _FEW_OUTPUTS if down.low == 8 else _OUTPUTS:
         shared = k * tile_bytes(down, n) + rows_bytes(k * sizes.inner, down.e4m3)
-        shared += chunks * n * 4 + _up(3 * k * 4, 16) + n // _AT_ONCE * 8
+        shared += chunks * n * 4 + _up(3 * k * 4, 16) + (k * n * 4 if common["RANK"] else 0) + n // _AT_ONCE * 8
         if shared <= most:
             return _source("down_choices", n, chunks, shared, {"DOWN": down}, common)
     return None

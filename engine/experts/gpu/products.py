@@ -12,10 +12,11 @@ from engine.weights.tiled.layout import Matrix
 
 # rows of an expert, on average, up to which they are computed one after another: of 4-bit weights, and of others
 VECTOR_ROWS, BYTE_VECTOR_ROWS = 0.4, 1.0
-CHOICE_ROWS = 0.7  # ... and up to which, without adapters, each choice is computed by itself
+CHOICE_ROWS = 0.7  # ... and up to which each choice is computed by itself
 CUDA_CHOICE_ROWS = 1.0  # the same of the kernels in CUDA C++
 PLAIN_CHOICE_ROWS = 0.4  # the same of weights that are not quantised: more rows choose experts together
 FEW_EACH, MIDDLE_EACH = 16, 96  # rows of an expert, on average, up to which blocks have 16 and 64
+BESIDE_EACH = 16  # rows of an expert, on average, up to which adapters are computed beside the products, by choice
 _MANY_ROWS = 128  # of a block
 _FEW_COLUMNS = 64  # of a program, of blocks of 16 rows
 _MANY_STEP = 128  # values of K at a time
@@ -128,7 +129,7 @@ def _plain(tiles: Tiles) -> dict[str, Any]:
 
 
 def choices_alone(layout: ExpertLayout, tiles: Tiles, dtype: torch.dtype, *, cuda: bool) -> bool:
-    """Whether so few rows of quantised experts, without adapters, go choice by choice; `cuda`: in CUDA C++."""
+    """Whether so few rows of quantised experts go choice by choice; `cuda`: in CUDA C++."""
     most = CUDA_CHOICE_ROWS if cuda else CHOICE_ROWS
     return dtype in INTEGERS and tiles.each <= most and not any(matrix.plain for matrix in layout.matrices)
 
@@ -136,7 +137,7 @@ def choices_alone(layout: ExpertLayout, tiles: Tiles, dtype: torch.dtype, *, cud
 def choice_products(
     layout: ExpertLayout | None, expert_slots: torch.Tensor, tiles: Tiles, dtype: torch.dtype, sizes: Sizes
 ) -> tuple[Product, Product] | None:
-    """Gate and up, and down with the sum of a row's choices, of few rows without adapters; None for other steps."""
+    """Gate and up, and down with the sum of a row's choices, of few rows; None for other steps."""
     if layout is None or layout.plain:
         return _plain_choice_products(expert_slots.view(dtype), sizes) if tiles.each <= PLAIN_CHOICE_ROWS else None
     if not choices_alone(layout, tiles, dtype, cuda=False) or any(matrix.e4m3 for matrix in layout.matrices):

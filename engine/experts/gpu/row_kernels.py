@@ -1,5 +1,5 @@
-"""Routed experts for steps of few rows without adapters: each choice by itself, without an index. Of quantised experts
-on Hopper GPUs few_rows.cu computes the same.
+"""Routed experts for steps of few rows: each choice by itself, without an index. Of quantised experts on Hopper GPUs
+few_rows.cu computes the same.
 
     gate_up_choices   h = silu(gate x) * (up x), or as LIMIT says                 grid (choices, tiles of MID)
     down_choices      out = sum of w (down h) in the order of a row's choices     grid (rows, tiles of H)
@@ -7,7 +7,8 @@ on Hopper GPUs few_rows.cu computes the same.
 Experts that several rows chose are read as often, and count once: COUNT adds a step's distinct experts to `touched`
 int64 []. Of tiles, rows' values are int8 by groups in all products (engine/weights/tiled/dots.py); `W*` are
 Matrix.constants, `*_AT` a matrix's place in an expert slot of SIZE bytes. Plain numbers (`plain_*`, SIZE in values)
-are multiplied in float32. BIASED, LIMIT and ALPHA as in kernels.py.
+are multiplied in float32. BIASED, RAW, LIMIT and ALPHA as in kernels.py. LORA: down adds what adapters give, by
+`t_down` of lora_kernels.py.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,attr-defined"
@@ -16,16 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.experts.gpu.kernels import activated, bias_of
+from engine.experts.gpu.kernels import bias_of
+from engine.experts.gpu.lora_kernels import choice_of, lora_down_choices, put_inner
 from engine.weights.tiled.dots import row_products
-
-
-@triton.jit
-def _expert_slot(bsz, ids, slots, place, choice, K: tl.constexpr, E: tl.constexpr):
-    """(a choice's expert, its expert slot: -1 if it is not computed here)."""
-    row = choice // K
-    expert = tl.load(ids + choice, mask=row < tl.load(bsz), other=-1)
-    return expert, tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
 
 
 @triton.jit
@@ -43,13 +37,14 @@ def _count(touched, ids, choice, E: tl.constexpr, EP: tl.constexpr):
 def gate_up_choices(
     bsz, ids, slots, place, touched, x, expert_slots, h, biases,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
-    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr,
+    RAW: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    SIZE: tl.constexpr, UP_AT: tl.constexpr,
     WG: tl.constexpr, WU: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
     EP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
     row = choice // K
-    expert, expert_slot = _expert_slot(bsz, ids, slots, place, choice, K, E)
+    expert, _, expert_slot = choice_of(bsz, ids, slots, place, choice, K, E)
     if expert_slot < 0:
         return
     if COUNT:  # noqa: SIM102 - a constant of the kernel, and a condition within it
@@ -69,14 +64,14 @@ def gate_up_choices(
     if BIASED:
         gate += bias_of(biases, expert, n, 0, H, MID)
         up += bias_of(biases, expert, n, MID, H, MID)
-    inner = activated(gate, up, LIMIT, ALPHA)
-    tl.store(h + choice.to(tl.int64) * MID + n, inner.to(h.dtype.element_ty))
+    put_inner(h, gate, up, choice.to(tl.int64), n < MID, n, MID, RAW, LIMIT, ALPHA)
 
 
 @triton.jit
 def down_choices(
-    bsz, ids, slots, place, h, weights, expert_slots, out, biases,
+    bsz, ids, slots, place, h, weights, expert_slots, out, biases, t_down, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    LORA: tl.constexpr, T: tl.constexpr, SHARES: tl.constexpr, R: tl.constexpr,
     BIASED: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
     WD: tl.constexpr, TD: tl.constexpr, J: tl.constexpr, BN: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +83,8 @@ def down_choices(
     choice = row * K + j
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     expert = tl.load(ids + choice, mask=j < K, other=-1)
-    expert_slot = tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
+    slot = tl.load(slots + row)
+    expert_slot = tl.load(place + slot * E + expert, mask=expert >= 0, other=-1)
     real = expert_slot >= 0
     hs = h + tl.where(real, choice, row * K).to(tl.int64) * MID
     matrix = expert_slots + tl.where(real, expert_slot, 0).to(tl.int64) * SIZE + DOWN_AT
@@ -96,6 +92,10 @@ def down_choices(
     if BIASED:
         own = tl.where(real, expert, 0)[:, None]
         sums += tl.load(biases + own * (2 * MID + H) + 2 * MID + n[None, :])
+    if LORA:
+        sums += lora_down_choices(
+            h, t_down, choice, expert, slot, real, address, ranks, n, H, MID, E, T, SHARES, J, R, BN
+        )
     weight = tl.load(weights + choice, mask=real, other=0)
     total = tl.sum(tl.where(real[:, None], sums * weight[:, None], 0.0), 0)
     tl.store(out + row.to(tl.int64) * H + n, total.to(out.dtype.element_ty))
@@ -105,11 +105,11 @@ def down_choices(
 def plain_gate_up_choices(
     bsz, ids, slots, place, touched, x, expert_slots, h, biases,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
-    BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SIZE: tl.constexpr,
+    RAW: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SIZE: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, EP: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
-    expert, expert_slot = _expert_slot(bsz, ids, slots, place, choice, K, E)
+    expert, _, expert_slot = choice_of(bsz, ids, slots, place, choice, K, E)
     if expert_slot < 0:
         return
     if COUNT:  # noqa: SIM102 - a constant of the kernel, and a condition within it
@@ -129,14 +129,14 @@ def plain_gate_up_choices(
     if BIASED:
         gates += bias_of(biases, expert, n, 0, H, MID)
         ups += bias_of(biases, expert, n, MID, H, MID)
-    inner = activated(gates, ups, LIMIT, ALPHA)
-    tl.store(h + choice.to(tl.int64) * MID + n, inner.to(h.dtype.element_ty))
+    put_inner(h, gates, ups, choice.to(tl.int64), n < MID, n, MID, RAW, LIMIT, ALPHA)
 
 
 @triton.jit
 def plain_down_choices(
-    bsz, ids, slots, place, h, weights, expert_slots, out, biases,
+    bsz, ids, slots, place, h, weights, expert_slots, out, biases, t_down, address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr,
+    LORA: tl.constexpr, T: tl.constexpr, SHARES: tl.constexpr, R: tl.constexpr,
     BIASED: tl.constexpr, SIZE: tl.constexpr,
     J: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,8 @@ def plain_down_choices(
         return
     j = tl.arange(0, J)
     expert = tl.load(ids + row * K + j, mask=j < K, other=-1)
-    expert_slot = tl.load(place + tl.load(slots + row) * E + expert, mask=expert >= 0, other=-1)
+    slot = tl.load(slots + row)
+    expert_slot = tl.load(place + slot * E + expert, mask=expert >= 0, other=-1)
     weight = tl.load(weights + row * K + j, mask=expert_slot >= 0, other=0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -164,4 +165,10 @@ def plain_down_choices(
     if BIASED:  # of all choices, times their weights, which are zero elsewhere
         own = tl.where(expert_slot >= 0, expert, 0)[:, None]
         total += tl.sum(tl.load(biases + own * (2 * MID + H) + 2 * MID + n[None, :]) * weight[:, None], 0)
+    if LORA:
+        real = expert_slot >= 0
+        added = lora_down_choices(
+            h, t_down, row * K + j, expert, slot, real, address, ranks, n, H, MID, E, T, SHARES, J, R, BN
+        )
+        total += tl.sum(added * weight[:, None], 0)
     tl.store(out + row.to(tl.int64) * H + n, total.to(out.dtype.element_ty))

@@ -3,7 +3,8 @@
     gate_up, down                 blocks of rows of an expert, in matrix instructions
     gate_up_rows, down_rows       the same one row after another: for steps whose experts have hardly more than one
 
-`W*` are Matrix.constants, `*_AT` a matrix's place in an expert slot of SIZE bytes.
+Rows one after another have no adapters within (LORA). `W*` are Matrix.constants, `*_AT` a matrix's place in an expert
+slot of SIZE bytes.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,attr-defined"
@@ -12,25 +13,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.experts.gpu.kernels import (
-    activated,
-    adapter_slots,
-    bias_of,
-    block_of,
-    shares_of,
-    with_lora_down,
-    with_lora_gate_up,
-)
+from engine.experts.gpu.kernels import bias_of
+from engine.experts.gpu.lora_kernels import adapter_slots, block_of, put_inner, with_lora_down, with_lora_gate_up
 from engine.weights.tiled.dots import row_products
 from engine.weights.tiled.kernels import product, vector
 
 
 @triton.jit
 def gate_up(
-    x, expert_slots, place, h, t, t_share, biases, slots, order, start, block_expert, block_first, num_blocks, address,
+    x, expert_slots, place, h, t, biases, slots, order, start, block_expert, block_first, num_blocks, address,
     ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    SHARES: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WG: tl.constexpr,
+    RAW: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WG: tl.constexpr,
     WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TOGETHER: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +32,7 @@ def gate_up(
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
         return
-    e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
+    e, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     weights = expert_slots + tl.load(place + e).to(tl.int64) * SIZE
     xs = x + (choice // K).to(tl.int64)[:, None] * H
@@ -55,33 +49,30 @@ def gate_up(
         up += bias_of(biases, e, n, MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        gate, up = with_lora_gate_up(
-            gate, up, slot, x, t, t_share, position, e, address, ranks, n, H, MID, E, T, R, SHARES
-        )
-    inner = activated(gate, up, LIMIT, ALPHA)
-    tl.store(h + position[:, None].to(tl.int64) * MID + n[None, :], inner.to(h.dtype.element_ty), mask=real[:, None])
+        gate, up = with_lora_gate_up(gate, up, slot, x, t, choice, e, address, ranks, n, H, MID, E, T, R)
+    put_inner(h, gate, up, choice[:, None].to(tl.int64), real[:, None], n[None, :], MID, RAW, LIMIT, ALPHA)
 
 
 @triton.jit
 def down(
-    h, expert_slots, place, y, t, t_share, weights, biases, slots, order, start, block_expert, block_first, num_blocks,
+    h, expert_slots, place, y, t, weights, biases, slots, order, start, block_expert, block_first, num_blocks,
     address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    SHARES: tl.constexpr, BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
+    BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
     if b >= tl.load(num_blocks):
         return
-    e, position, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
+    e, real, choice = block_of(b, order, start, block_expert, block_first, K, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     matrix = expert_slots + tl.load(place + e).to(tl.int64) * SIZE + DOWN_AT
-    sums = product(h + position.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, FAST, STEP, FIRST)
+    sums = product(h + choice.to(tl.int64)[:, None] * MID, real, matrix, n, WD, BM, BN, FAST, STEP, FIRST)
     if BIASED:
         sums += bias_of(biases, e, n, 2 * MID, H, MID)[None, :]
     if LORA:
         slot = adapter_slots(slots, choice, real, e, address, K, E)
-        sums = with_lora_down(sums, slot, h, t, t_share, position, e, address, ranks, n, H, MID, E, T, R, SHARES)
+        sums = with_lora_down(sums, slot, h, t, choice, e, address, ranks, n, H, MID, E, T, R)
     weight = tl.load(weights + choice, mask=real, other=0)
     tl.store(y + choice[:, None].to(tl.int64) * H + n[None, :], sums * weight[:, None], mask=real[:, None])
 
@@ -96,21 +87,11 @@ def one_row(x, w, n, W: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, FAS
 
 
 @triton.jit
-def lora_row(sums, t_at, t_share, b_at, rank, n, R: tl.constexpr, SHARES: tl.constexpr):
-    """sums [BN] += t [rank] B[n, :]^T"""
-    at = tl.arange(0, R)
-    for r in range(0, rank, R):
-        ts = shares_of(t_at + r + at, t_share, at < R, SHARES)
-        sums += tl.sum(tl.load(b_at + n[:, None] * rank + r + at[None, :]).to(tl.float32) * ts[None, :], 1)
-    return sums
-
-
-@triton.jit
 def gate_up_rows(
-    x, expert_slots, place, h, t, t_share, biases, slots, order, start, block_expert, block_first, num_blocks, address,
+    x, expert_slots, place, h, t, biases, slots, order, start, block_expert, block_first, num_blocks, address,
     ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    SHARES: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WG: tl.constexpr,
+    RAW: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WG: tl.constexpr,
     WU: tl.constexpr, SIZE: tl.constexpr, UP_AT: tl.constexpr, TG: tl.constexpr, TU: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -123,32 +104,22 @@ def gate_up_rows(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     weights = expert_slots + tl.load(place + e).to(tl.int64) * SIZE
     for position in range(first, last):
-        row = tl.load(order + position) // K
-        x_at = x + row.to(tl.int64) * H
+        choice = tl.load(order + position)
+        x_at = x + (choice // K).to(tl.int64) * H
         gate = one_row(x_at, weights, n, WG, BN, TG, FAST)
         up = one_row(x_at, weights + UP_AT, n, WU, BN, TU, FAST)
         if BIASED:
             gate += bias_of(biases, e, n, 0, H, MID)
             up += bias_of(biases, e, n, MID, H, MID)
-        if LORA:
-            slot = tl.load(slots + row)
-            lora_at = tl.load(address + slot * E + e)
-            if (slot > 0) & (lora_at != 0):
-                rank = tl.load(ranks + slot)
-                lora = lora_at.to(tl.pointer_type(x.dtype.element_ty)) + rank * (2 * H + MID)
-                t_at = t + position * T
-                gate = lora_row(gate, t_at, t_share, lora, rank, n, R, SHARES)
-                up = lora_row(up, t_at + rank, t_share, lora + rank * MID, rank, n, R, SHARES)
-        inner = activated(gate, up, LIMIT, ALPHA)
-        tl.store(h + position * MID + n, inner.to(h.dtype.element_ty))
+        put_inner(h, gate, up, choice.to(tl.int64), n < MID, n, MID, RAW, LIMIT, ALPHA)
 
 
 @triton.jit
 def down_rows(
-    h, expert_slots, place, y, t, t_share, weights, biases, slots, order, start, block_expert, block_first, num_blocks,
+    h, expert_slots, place, y, t, weights, biases, slots, order, start, block_expert, block_first, num_blocks,
     address, ranks,
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, LORA: tl.constexpr,
-    SHARES: tl.constexpr, BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
+    BIASED: tl.constexpr, WD: tl.constexpr, SIZE: tl.constexpr, DOWN_AT: tl.constexpr,
     TD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -161,14 +132,7 @@ def down_rows(
     matrix = expert_slots + tl.load(place + e).to(tl.int64) * SIZE + DOWN_AT
     for position in range(first, last):
         choice = tl.load(order + position)
-        sums = one_row(h + position * MID, matrix, n, WD, BN, TD, FAST)
+        sums = one_row(h + choice.to(tl.int64) * MID, matrix, n, WD, BN, TD, FAST)
         if BIASED:
             sums += bias_of(biases, e, n, 2 * MID, H, MID)
-        if LORA:
-            slot = tl.load(slots + choice // K)
-            lora_at = tl.load(address + slot * E + e)
-            if (slot > 0) & (lora_at != 0):
-                rank = tl.load(ranks + slot)
-                lora = lora_at.to(tl.pointer_type(h.dtype.element_ty)) + rank * (2 * H + 3 * MID)
-                sums = lora_row(sums, t + position * T, t_share, lora, rank, n, R, SHARES)
         tl.store(y + choice.to(tl.int64) * H + n, sums * tl.load(weights + choice))
