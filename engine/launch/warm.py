@@ -20,7 +20,9 @@ from scheduler.plan import NO_STATE, RowState, StepPlan, StepRow
 from scheduler.request import Request, SamplingParams
 
 SHORT = (5, 48)  # tokens: a GPU's kernels differ in their tiles, and are compiled again for odd numbers
-TOGETHER = (512, 2048)  # of prompts that come at once: torch loads other kernels for products of so many rows
+# of prompts that come at once, some in one step and some in the next: torch loads other kernels for products of so many
+# rows, a few milliseconds each
+TOGETHER = (64, 128, 256, 512, 1024, 2048)
 
 
 def warm_up(

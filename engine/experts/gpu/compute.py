@@ -198,13 +198,13 @@ class GpuCompute:
                 num_warps=4, num_stages=3,
             )  # fmt: skip
 
+        if b.ids.numel() > MOST_CHOICES:
+            build(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm)
+        else:
+            index_kernel.launch(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm, touched)
+        if within:
+            lora_a(b.hidden, False)
         with nullcontext() if adapters is None else adapters.narrowed():
-            if b.ids.numel() > MOST_CHOICES:
-                build(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm)
-            else:
-                index_kernel.launch(index, b.bsz, b.ids, b.slots, layer.place, tiles.bm, touched)
-            if within:
-                lora_a(b.hidden, False)
             for gate_up, place in gates:
                 gate_up.kernel[gate_up.grid(blocks, s.inner)](
                     b.hidden, gate_up.expert_slots, place, self._h if adapters is None else self._raw, self._t,
