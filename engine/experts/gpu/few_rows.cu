@@ -12,8 +12,8 @@
 // (engine/weights/tiled/layout.py), or 32 of 8 bits. Its words meet four int8 of the row an instruction. A warp's unit
 // of work is 32 lines (of down: of all choices) for G outputs.
 //
-// RANK > 0: rows may have adapters of so high a rank. gate_up_choices then gives gate and up as they are, in float32, for
-// `activate` of lora_kernels.py, and down_choices adds B t, which it computes while its bits are on their way.
+// RANK > 0: rows may have adapters of so high a rank. gate_up_choices then gives gate and up as they are, in float32,
+// for `activate` of lora_kernels.py, and down_choices adds B t, which it computes while its bits are on their way.
 
 constexpr int PARTS = NT / G;  // outputs come in parts, each with a barrier
 
