@@ -15,7 +15,7 @@ import triton.language as tl
 TILE = 16  # tokens
 _BLOCK_K = 256
 _BLOCK_N = 64
-_MAX_SHARES = 16
+_MAX_SHARES, _FEW_TOKENS = 16, 256  # of more tokens half as many: what shares give is held in memory
 
 
 @triton.jit
@@ -120,7 +120,8 @@ class SegmentedLora:
     @property
     def _share(self) -> int:
         """Values of K."""
-        return int(triton.cdiv(triton.cdiv(self.a.shape[2], _MAX_SHARES), _BLOCK_K)) * _BLOCK_K
+        most = _MAX_SHARES if len(self.order) <= _FEW_TOKENS else _MAX_SHARES // 2
+        return int(triton.cdiv(triton.cdiv(self.a.shape[2], most), _BLOCK_K)) * _BLOCK_K
 
     @property
     def _shares(self) -> int:
