@@ -107,11 +107,13 @@ async def serve(
                 service.tuning = await Tuning.open(service.batches)
                 await Saved(service.tuning).sweep()
         serving = asyncio.create_task(server.serve(sockets=repeated(bound)))
+        warming = asyncio.create_task(prompts.warm())
         try:
             await prompts.start()
             ready = await _started(start_engine(client, console), serving)
             if ready is None:
                 return 128 + server.ended_by
+            await warming
             gc.collect()
             gc.freeze()  # a full collection need not look again at all that has been loaded
             gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
@@ -131,6 +133,7 @@ async def serve(
             finally:
                 alive.cancel()
         finally:
+            warming.cancel()
             notify("STOPPING=1")
             server.should_exit = True
             await asyncio.wait({serving})

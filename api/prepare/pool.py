@@ -13,7 +13,7 @@ import msgspec
 
 from api.client.process import SocketDir, end, spawn
 from api.errors import ApiError, TooLongError
-from api.prepare.job import LENGTH, Declined, Job, Prepared, TextSettings, decode_answer, encode
+from api.prepare.job import LENGTH, Declined, Job, Kind, Prepared, TextSettings, decode_answer, encode
 from engine.errors import EngineError
 from ktserve.launcher import program
 
@@ -23,6 +23,11 @@ _CHUNK = 2**18
 _RETRY_S = 0.02
 _DEPTH = 64  # small jobs on their way to their child
 _ABANDONED_S = 0.05  # a job that nobody waits for any more may take so long: most do, and a new child costs as much
+_SHORT_BODIES = {
+    Kind.COMPLETION: b'{"model": "", "prompt": [0]}',
+    Kind.CHAT: b'{"model": "", "messages": [{"role": "user", "content": "Hello"}]}',
+}
+_ANY_SIZE = 2**31 - 1  # of a vocabulary, of a context
 _WALL_FACTOR = 30  # a machine so busy that CPU time passes this slowly is not waited for
 
 
@@ -50,6 +55,13 @@ class PromptPool:
                 self._process = await spawn(program("prompts", self._path, payload))
             except OSError as error:
                 raise EngineError(f"cannot start the process that prepares prompts: {error.strerror}") from None
+
+    async def warm(self) -> None:
+        """Prepare what short requests look like, so that the first one does not wait for a child, nor for its memory.
+        What goes wrong is said to whoever asks for it."""
+        for kind, raw in _SHORT_BODIES.items():
+            with contextlib.suppress(ApiError, EngineError):
+                await self._small.run(Job(kind, _ANY_SIZE, _ANY_SIZE), raw)
 
     @property
     def _path(self) -> str:

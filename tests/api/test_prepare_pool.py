@@ -58,6 +58,29 @@ def test_a_job_that_is_cut_off_is_the_only_one(model_dir: Path, tmp_path: Path) 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
+@pytest.mark.parametrize(
+    "greeted", ["hello", HOSTILE["loops"], "{{ raise_exception('no') }}"], ids=["ok", "loops", "no"]
+)
+def test_a_child_waits_for_the_first_job(model_dir: Path, tmp_path: Path, greeted: str) -> None:
+    """Whatever the template makes of the greeting that it is tried with."""
+
+    async def test() -> None:
+        template = tmp_path / "template.jinja"
+        template.write_text("{% if messages[0].content == 'Hello' %}" + greeted + "{% endif %}" + TEMPLATE)
+        made = PromptPool(TextSettings(str(model_dir), chat_template=str(template), cpu_limit_s=1.0))
+        try:
+            await made.start()
+            await made.warm()
+            child = made._small._child
+            assert child is not None and child.ended == (greeted == HOSTILE["loops"])
+            assert (await asked(made, 1)).prompts
+            assert child.ended or made._small._child is child
+        finally:
+            await made.close()
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
 def test_how_many_tokens_open_the_answer(model_dir: Path, tmp_path: Path) -> None:
     """They are what a template adds behind the last message; not known of a prompt whose end is cut off."""
 
