@@ -87,9 +87,10 @@ def test_what_fails_in_a_prompt_is_said_with_it(monkeypatch):
         return list(ran)
 
     monkeypatch.setattr(warm, "run_prompt", run)
-    assert prompts_of(8192, 0, True) == [(n, 0) for n in (5, 48, 257, 512, 1537, 2048, 4097, 5120)]
+    lengths = sorted({5, 48, 257, 1537, 4097, 5120, *warm.TOGETHER})
+    assert prompts_of(8192, 0, True) == [(n, 0) for n in lengths]
     assert prompts_of(47, 2, True) == [(5, 0), (5, 1)]
-    assert prompts_of(512, 1, False) == [(n, slot) for n in (5, 48, 512) for slot in (0, 1)]
+    assert prompts_of(512, 1, False) == [(n, slot) for n in (5, 48, 64, 128, 256, 512) for slot in (0, 1)]
     said = "a prompt of 257 tokens with an adapter, tried before the server listens: ExpertBackendError: no room"
     with pytest.raises(EngineError, match=said):
         prompts_of(512, 1, True)
