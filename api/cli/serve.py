@@ -113,7 +113,7 @@ async def serve(
             ready = await _started(start_engine(client, console), serving)
             if ready is None:
                 return 128 + server.ended_by
-            await warming
+            await asyncio.wait({warming, serving}, return_when=asyncio.FIRST_COMPLETED)
             gc.collect()
             gc.freeze()  # a full collection need not look again at all that has been loaded
             gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])

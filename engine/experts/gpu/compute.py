@@ -172,11 +172,10 @@ class GpuCompute:
 
         s, tiles, index = self.sizes, tiles_for(self.sizes, b.max_rows, self.dtype), self._index
         self._by_choice = None
-        scales = slots.scales[number]
         within = lora and tiles.each > products.BESIDE_EACH  # adapters within the products
         adapters = None
         if lora and not within:
-            adapters = FewLora(s, b, self._t, self._t_down, layer.lora_address, slots.ranks, scales)
+            adapters = FewLora(s, b, self._t, self._t_down, layer.lora_address, slots.ranks, slots.scales[number])
         if not within and (few := self._few_rows_kernels(layer, tiles, lora)):
             self._run_few_rows(b, layer, *few, touched, adapters)
             return
@@ -193,9 +192,9 @@ class GpuCompute:
 
         def lora_a(x: torch.Tensor, is_down: bool) -> None:
             lora_kernels.lora_a[(blocks, self.max_rank // RANK_STEP * (1 if is_down else 2))](
-                x, self._t, *tables, scales, H=s.hidden, MID=s.inner, K=s.top_k, E=s.experts, T=2 * self.max_rank,
-                DOWN=is_down, BM=tiles.bm, BK=tiles.bk_inner if is_down else tiles.bk_hidden, ROWS=RANK_STEP,
-                num_warps=4, num_stages=3,
+                x, self._t, *tables, slots.scales[number], H=s.hidden, MID=s.inner, K=s.top_k, E=s.experts,
+                T=2 * self.max_rank, DOWN=is_down, BM=tiles.bm, BK=tiles.bk_inner if is_down else tiles.bk_hidden,
+                ROWS=RANK_STEP, num_warps=4, num_stages=3,
             )  # fmt: skip
 
         if b.ids.numel() > MOST_CHOICES:

@@ -169,6 +169,17 @@ def choice_of(bsz, ids, slots, place, choice, K: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
+def choices_of_row(ids, slots, place, row, K: tl.constexpr, E: tl.constexpr, J: tl.constexpr):
+    """(a row's choices [J], their experts, the row's adapter slot, the experts' slots: -1 if not computed here). J: a
+    power of two from K on."""
+    j = tl.arange(0, J)
+    choice = row * K + j
+    expert = tl.load(ids + choice, mask=j < K, other=-1)
+    slot = tl.load(slots + row)
+    return choice, expert, slot, tl.load(place + slot * E + expert, mask=expert >= 0, other=-1)
+
+
+@triton.jit
 def adapter_of(bsz, ids, slots, address, ranks, choice, K: tl.constexpr, E: tl.constexpr):
     """(a choice's adapter slot, the adapter's rank and address in the choice's expert; 0, 0 without one)."""
     row = choice // K
@@ -260,16 +271,13 @@ def combine_lora(
     H: tl.constexpr, MID: tl.constexpr, K: tl.constexpr, E: tl.constexpr, T: tl.constexpr, SHARES: tl.constexpr,
     J: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """y [N, H], times weights [M, K] already. J: a power of two from K on."""
+    """y [N, H], times weights [M, K] already."""
     row = tl.program_id(0)
     if row >= tl.load(bsz):
         return
-    j = tl.arange(0, J)
-    choice = row * K + j
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    expert = tl.load(ids + choice, mask=j < K, other=-1)
-    slot = tl.load(slots + row)
-    real = tl.load(place + slot * E + expert, mask=expert >= 0, other=-1) >= 0
+    choice, expert, slot, expert_slot = choices_of_row(ids, slots, place, row, K, E, J)
+    real = expert_slot >= 0
     inside = real[:, None] & (n < H)[None, :]
     sums = tl.load(y + choice.to(tl.int64)[:, None] * H + n[None, :], mask=inside, other=0)
     weight = tl.load(weights + choice, mask=real, other=0)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from engine.experts.gpu.kernels import bias_of
-from engine.experts.gpu.lora_kernels import choice_of, lora_down_choices, put_inner
+from engine.experts.gpu.lora_kernels import choice_of, choices_of_row, lora_down_choices, put_inner
 from engine.weights.tiled.dots import row_products
 
 
@@ -79,12 +79,8 @@ def down_choices(
     row = tl.program_id(0)
     if row >= tl.load(bsz):
         return
-    j = tl.arange(0, J)
-    choice = row * K + j
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    expert = tl.load(ids + choice, mask=j < K, other=-1)
-    slot = tl.load(slots + row)
-    expert_slot = tl.load(place + slot * E + expert, mask=expert >= 0, other=-1)
+    choice, expert, slot, expert_slot = choices_of_row(ids, slots, place, row, K, E, J)
     real = expert_slot >= 0
     hs = h + tl.where(real, choice, row * K).to(tl.int64) * MID
     matrix = expert_slots + tl.where(real, expert_slot, 0).to(tl.int64) * SIZE + DOWN_AT
@@ -145,10 +141,8 @@ def plain_down_choices(
     if row >= tl.load(bsz):
         return
     j = tl.arange(0, J)
-    expert = tl.load(ids + row * K + j, mask=j < K, other=-1)
-    slot = tl.load(slots + row)
-    expert_slot = tl.load(place + slot * E + expert, mask=expert >= 0, other=-1)
-    weight = tl.load(weights + row * K + j, mask=expert_slot >= 0, other=0)
+    choices, expert, slot, expert_slot = choices_of_row(ids, slots, place, row, K, E, J)
+    weight = tl.load(weights + choices, mask=expert_slot >= 0, other=0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     hs_at = h + row.to(tl.int64) * K * MID + k
@@ -168,7 +162,7 @@ def plain_down_choices(
     if LORA:
         real = expert_slot >= 0
         added = lora_down_choices(
-            h, t_down, row * K + j, expert, slot, real, address, ranks, n, H, MID, E, T, SHARES, J, R, BN
+            h, t_down, choices, expert, slot, real, address, ranks, n, H, MID, E, T, SHARES, J, R, BN
         )
         total += tl.sum(added * weight[:, None], 0)
     tl.store(out + row.to(tl.int64) * H + n, total.to(out.dtype.element_ty))

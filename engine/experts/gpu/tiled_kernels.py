@@ -99,6 +99,7 @@ def gate_up_rows(
     if b >= tl.load(num_blocks):
         return
     e = tl.load(block_expert + b)
+    tl.static_assert(not LORA, "rows one after another have no adapters within")
     first = tl.load(block_first + b)
     last = tl.minimum(first + BM, tl.load(start + e + 1))
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -126,6 +127,7 @@ def down_rows(
     if b >= tl.load(num_blocks):
         return
     e = tl.load(block_expert + b)
+    tl.static_assert(not LORA, "rows one after another have no adapters within")
     first = tl.load(block_first + b)
     last = tl.minimum(first + BM, tl.load(start + e + 1))
     n = tl.program_id(1) * BN + tl.arange(0, BN)
