@@ -251,6 +251,10 @@ class Scheduler:
             return  # nobody asks what such a step will take
         if config.long_chunk is not None and plan.num_tokens >= config.long_chunk and not plan.rows[0].is_decode:
             return
+        self.learn(plan, seconds, experts)
+
+    def learn(self, plan: StepPlan, seconds: float, experts: int | None) -> None:
+        """How long such a step takes, also one that no request was in."""
         self._cost.observe(plan, seconds, experts)
 
     def wants_tokens(self, plan: StepPlan) -> bool:

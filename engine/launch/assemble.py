@@ -28,7 +28,7 @@ from engine.kv_disk.files import Bytes
 from engine.launch.backends import make_backends
 from engine.launch.kv_store import KvStore
 from engine.launch.leader import Leader
-from engine.launch.warm import warm_up
+from engine.launch.warm import first_figures, warm_up
 from engine.lora.adapters import Adapters
 from engine.lora.files.whole import base_tables
 from engine.lora.fork_server import ForkServer
@@ -147,6 +147,8 @@ def _assemble(
         make_drafter(config),
         store.stored if store else (),
     )
+    for tried, seconds, experts in first_figures(runner, plan):
+        scheduler.learn(tried, seconds, experts)
     disk = None
     if store is not None and scheduler.disk is not None:
         disk = store.serve(plan, scheduler.disk, runner.arrival, model.attention_backends)

@@ -99,6 +99,8 @@ def serve(family: Family, names: list[str | None], **config) -> list[list[int]]:
     runner = engine.core.runner
     if config.get("cuda_graphs", "auto") == "auto":
         assert any("CUDA graphs: 4 sizes up to 6 rows" in note for note in runner.notes), runner.notes
+    each = list(dict.fromkeys(names))
+    engine.generate([[1]] * len(each), each, max_tokens=1)  # adapters are in their slots: what meets in a step is known
     got = engine.generate(prompts(1, [3, 9, 20, 31, 14]), names, max_tokens=24)
     engine.close()
     return got

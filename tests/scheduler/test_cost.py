@@ -168,6 +168,24 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_is_read(budget: int
     assert min(step.rows[-1].num_tokens for step in mixed[10:-1]) > 16
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_the_first_chunk_is_as_long_as_known_times_allow(known: bool) -> None:
+    engine = FakeEngine(
+        config(num_blocks=2000, max_model_len=4000, max_num_batched_tokens=2048, itl_target_s=0.1), dt=0.05
+    )
+    tried = [plan(0, tokens, 0) for tokens in (64, 128, 256, 512, 1024, 2048)] + [plan(n, 0, 64) for n in (1, 8, 32)]
+    for step in tried if known else ():
+        engine.scheduler.learn(step, seconds_of(step, experts_of(step.num_tokens)), experts_of(step.num_tokens))
+    engine.add(make_request("stream", [1] * 5, 10))
+    engine.step()
+    engine.add(make_request("prompt", [2] * 3000, 2))
+    step = engine.step()
+    if known:
+        assert 0.08 < seconds_of(step, experts_of(step.num_tokens)) < 0.11
+    else:
+        assert step.rows[-1].num_tokens == engine.scheduler.config.initial_chunk
+
+
 def test_the_target_is_some_decode_steps_where_they_are_slow() -> None:
     """And what prefill alone takes in long chunks, which are computed in another way, does not count."""
     settings = {"itl_target_s": 0.05, "itl_decode_steps": 3.0, "long_chunk": 512}
