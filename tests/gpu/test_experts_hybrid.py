@@ -10,6 +10,7 @@ import torch
 from engine.errors import UserError
 from engine.experts.base import ExpertBuffers
 from engine.experts.bridge.backend import CudaBridge
+from engine.experts.gpu import products
 from engine.experts.hybrid.backend import HybridExperts
 from engine.experts.native import NativeExperts
 from native import _native
@@ -40,8 +41,17 @@ def make(device: torch.device, layers: list[Layer], expert_slots: int) -> Hybrid
     return made
 
 
+@pytest.mark.parametrize("alone", [0.0, 99.0], ids=["together", "choice by choice"])
 @pytest.mark.parametrize("expert_slots,kinds", [(1, PLAIN), (6, PLAIN), (40, PLAIN), (6, CODED)])
-def test_equals_the_cpu(kernel_device: torch.device, expert_slots: int, kinds: tuple[str, ...]) -> None:
+def test_equals_the_cpu(
+    kernel_device: torch.device,
+    expert_slots: int,
+    kinds: tuple[str, ...],
+    alone: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("CUDA_CHOICE_ROWS", "PLAIN_CHOICE_ROWS"):
+        monkeypatch.setattr(products, name, alone)
     layers = [Layer(*kinds), Layer(*kinds)]
     bound = BOUND if kinds == PLAIN else 0.025  # the CPU's rows in int8
     hybrid = make(kernel_device, layers, expert_slots)

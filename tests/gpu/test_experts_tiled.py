@@ -18,6 +18,7 @@ from tests.native.expert_layers import BF16, F32, E, H, I, K, Layer, batch, dist
 SIZES = Sizes(E, K, H, I)
 GPU = torch.cuda.is_available()
 DTYPE = BF16 if GPU else F32  # the interpreter has no bf16
+OUTS = (BF16, F32) if GPU else (F32,)  # of results: beside a CPU's they are float32
 BOUND = 0.012 if GPU else 3e-6  # weights, and scales before them, are rounded to bf16
 INTEGER_BOUND = 0.025  # rows in int8, as the CPU's
 FORMATS = [kind for kind in QUANTISED if has_tiles(_native.format_of(kind))]
@@ -75,9 +76,10 @@ def _check(layer: Layer, rows: int, kernel_device: torch.device, bound: float) -
         b.ids[rows:] = 0
         for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
             setattr(b, name, getattr(b, name).to(kernel_device))
-        experts.run(b, table, slots, 0, b.out, lora=slot_list is not None)
-        assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < bound
-        assert (b.out[rows:] == 7).all()
+        for out in map(b.out.to, OUTS):
+            experts.run(b, table, slots, 0, out, lora=slot_list is not None)
+            assert error(out[:rows].cpu(), expected(layer, want, adapters)) < bound
+            assert (out[rows:] == 7).all()
 
 
 @pytest.mark.gpu
@@ -105,13 +107,14 @@ def test_single_choices(
             want.ids[1, 0] = b.ids[1, 0] = -1
         for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
             setattr(b, name, getattr(b, name).to(kernel_device))
-        experts.run(b, table, slots, 0, b.out, lora=slot_list is not None)
-        assert experts.weight_passes() == int((want.ids[:rows] >= 0).sum())
-        assert table.touched is not None and int(table.touched) == distinct(want)
-        table.touched.zero_()
-        if rows:
-            assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < INTEGER_BOUND
-        assert (b.out[rows:] == 7).all()
+        for out in map(b.out.to, OUTS):
+            experts.run(b, table, slots, 0, out, lora=slot_list is not None)
+            assert experts.weight_passes() == int((want.ids[:rows] >= 0).sum())
+            assert table.touched is not None and int(table.touched) == distinct(want)
+            table.touched.zero_()
+            if rows:
+                assert error(out[:rows].cpu(), expected(layer, want, adapters)) < INTEGER_BOUND
+            assert (out[rows:] == 7).all()
 
 
 @pytest.mark.gpu

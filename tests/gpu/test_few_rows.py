@@ -32,7 +32,7 @@ def sources(
     sizes: Sizes, form: str, limit: int = HOPPER_BYTES, rank: int = 0
 ) -> tuple[few_rows.Source, few_rows.Source] | None:
     layout = ExpertLayout.of(sizes, (form,) * 3, 2)
-    return few_rows.sources(sizes, layout, layout.num_bytes, Activation(), False, rank, limit)
+    return few_rows.sources(sizes, layout, layout.num_bytes, Activation(), False, rank, False, limit)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -58,16 +58,19 @@ def test_what_is_not_served() -> None:
     assert not few_rows.serves(Matrix("i5", 2880, 2880)) and sources(GPT_OSS, "i5") is None
     assert not few_rows.serves(Matrix("bf16", 2048, 768))
     layout = ExpertLayout.of(QWEN3, ("k4",) * 3, 2)
-    assert few_rows.sources(QWEN3, layout, layout.num_bytes + 8, Activation(), False, 0, HOPPER_BYTES) is None
+    assert few_rows.sources(QWEN3, layout, layout.num_bytes + 8, Activation(), False, 0, False, HOPPER_BYTES) is None
 
 
 def test_a_device_without_the_kernels() -> None:
     layout = ExpertLayout.of(QWEN3, ("k4",) * 3, 2)
     made = few_rows.FewRows(QWEN3, torch.device("cpu"))
-    assert made.kernels(layout, few_rows.Elementwise(), layout.num_bytes, 0) is None
+    assert made.kernels(layout, few_rows.Elementwise(), layout.num_bytes, 0, BF16) is None
+    with pytest.raises(EngineError, match="float16: bfloat16 and float32"):
+        made.kernels(layout, few_rows.Elementwise(), layout.num_bytes, 0, torch.float16)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("result", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("with_lora", [False, True], ids=["base", "adapters"])
 @pytest.mark.parametrize(
     "kinds, hidden, inner, limit", LONG, ids=lambda v: "-".join(v) if isinstance(v, tuple) else str(v)
@@ -78,6 +81,7 @@ def test_long_rows_in_a_graph(
     inner: int,
     limit: float | None,
     with_lora: bool,
+    result: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of more lines than a warp has lanes; one graph for fewer rows, other experts and adapters; biases."""
@@ -93,18 +97,20 @@ def test_long_rows_in_a_graph(
     b = batch(4, BF16, hidden=hidden)
     for name in ("bsz", "ids", "weights", "slots", "hidden", "out"):
         setattr(b, name, getattr(b, name).to(device))
-    experts.run(b, table, slots, 0, b.out, lora=with_lora)  # compiles
+    out = b.out.to(result)
+    experts.run(b, table, slots, 0, out, lora=with_lora)  # compiles
     assert len(experts._few_rows._kernels) == 1 and None not in experts._few_rows._kernels.values()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        experts.run(b, table, slots, 0, b.out, lora=with_lora)
+        experts.run(b, table, slots, 0, out, lora=with_lora)
     for rows in (4, 1, 3, 0):
         want = batch(rows, BF16, seed=rows, slots=[2, 0, 1] if with_lora else None, hidden=hidden)
         put(b, want)
+        out.fill_(7)
         graph.replay()
         if rows:
-            assert error(b.out[:rows].cpu(), expected(layer, want, adapters)) < 0.025
-        assert (b.out[rows:] == 7).all()
+            assert error(out[:rows].cpu(), expected(layer, want, adapters)) < 0.025
+        assert (out[rows:] == 7).all()
 
 
 @pytest.mark.gpu

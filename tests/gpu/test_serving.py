@@ -186,7 +186,8 @@ def test_a_graph_launches_for_its_own_rows(family, monkeypatch, experts):
 
     monkeypatch.setattr(GpuCompute, "run", run)
     monkeypatch.setattr(StreamedExperts, "measure", lambda self: NEVER)  # it brings batches of its own,
-    monkeypatch.setattr(assemble, "warm_up", lambda *_, **__: None)  # and so do these prompts
+    monkeypatch.setattr(assemble, "warm_up", lambda *_, **__: None)  # and so do these prompts,
+    monkeypatch.setattr(assemble, "first_figures", lambda *_: ())  # and these
     engine = family.engine(**GPU | {"expert_backend": experts}, max_num_batched_tokens=512, max_num_seqs=6)
     engine.close()
     assert seen == {1, 2, 4, 6}

@@ -176,7 +176,7 @@ class GpuCompute:
         adapters = None
         if lora and not within:
             adapters = FewLora(s, b, self._t, self._t_down, layer.lora_address, slots.ranks, slots.scales[number])
-        if not within and (few := self._few_rows_kernels(layer, tiles, lora)):
+        if not within and (few := self._few_rows_kernels(layer, tiles, lora, b.out.dtype)):
             self._run_few_rows(b, layer, *few, touched, adapters)
             return
         if not within and (single := choice_products(layer.layout, layer.expert_slots, tiles, self.dtype, s)):
@@ -241,11 +241,14 @@ class GpuCompute:
         """Of few rows, float32 [N, 2 I]: what gate and up gave. It is not needed any more when down begins."""
         return self._y.view(torch.float32)
 
-    def _few_rows_kernels(self, layer: LayerTables, tiles: Tiles, lora: bool) -> tuple[Kernel, Kernel] | None:
+    def _few_rows_kernels(
+        self, layer: LayerTables, tiles: Tiles, lora: bool, out: torch.dtype
+    ) -> tuple[Kernel, Kernel] | None:
         if layer.layout is None or not choices_alone(layer.layout, tiles, self.dtype, cuda=True):
             return None
         slot_bytes = layer.expert_slots.stride(0) * layer.expert_slots.element_size()
-        return self._few_rows.kernels(layer.layout, layer.elementwise, slot_bytes, self.max_rank if lora else 0)
+        rank = self.max_rank if lora else 0
+        return self._few_rows.kernels(layer.layout, layer.elementwise, slot_bytes, rank, out)
 
     def _run_few_rows(
         self,

@@ -614,7 +614,7 @@ using Down = DOWN;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     down_choices(const int* bsz, const long long* ids, const int* slots, const int* place, const ushort* h,
-                 const float* weights, const char* expert_slots, ushort* out, const float* biases, const float* t_down,
+                 const float* weights, const char* expert_slots, void* out, const float* biases, const float* t_down,
                  const long long* address, const int* ranks) {
   constexpr int H = Down::N, MID = Down::K, VALUES = TOP_K * MID, LINES = TOP_K * Down::COUNT;
   constexpr int CHUNKS = (LINES + 31) / 32, UNITS = CHUNKS * PARTS;
@@ -690,7 +690,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         total += own_weights[j] * biases[(long long)own_experts[j] * (2 * MID + H) + 2 * MID + n + threadIdx.x];
   if constexpr (RANK > 0)
     for (int j = 0; j < TOP_K; ++j) total += added[j * NT + threadIdx.x];
-  out[(long long)row * H + n + threadIdx.x] = to_bf16(total);
+  const long long at = (long long)row * H + n + threadIdx.x;
+  if constexpr (WIDE)
+    ((float*)out)[at] = total;
+  else
+    ((ushort*)out)[at] = to_bf16(total);
 }
 
 #endif

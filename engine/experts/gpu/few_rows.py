@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from engine.architectures.parts.mlp import Activation
+from engine.errors import EngineError
 from engine.experts.gpu.few_lora import shares
 from engine.experts.gpu.layout import Elementwise, ExpertLayout, Sizes
 from engine.experts.gpu.nvrtc import Kernel, capability, shared_bytes_of_blocks
@@ -44,7 +45,7 @@ def serves(matrix: Matrix) -> bool:
     return not matrix.plain and matrix.padded_k == matrix.k and matrix.sub == 32
 
 
-_Key: TypeAlias = tuple[ExpertLayout, int, Activation, bool, int]
+_Key: TypeAlias = tuple[ExpertLayout, int, Activation, bool, int, bool]
 
 
 class FewRows:
@@ -55,11 +56,15 @@ class FewRows:
         self._kernels: dict[_Key, tuple[Kernel, Kernel] | None] = {}
 
     def kernels(
-        self, layout: ExpertLayout, elementwise: Elementwise, slot_bytes: int, rank: int
+        self, layout: ExpertLayout, elementwise: Elementwise, slot_bytes: int, rank: int, out: torch.dtype
     ) -> tuple[Kernel, Kernel] | None:
         """Gate and up, and down, of experts in slots of `slot_bytes`, for rows with adapters of up to `rank` if that is
-        not 0; None: Triton's serve this layer. EngineError if they cannot be compiled."""
-        key = layout, slot_bytes, elementwise.activation, elementwise.biases is not None, rank
+        not 0, whose results are of the type `out`; None: Triton's serve this layer. EngineError for results of another
+        type than bf16 or float32, and if they cannot be compiled."""
+        if out not in (torch.bfloat16, torch.float32):
+            raise EngineError(f"results of experts in {out}: bfloat16 and float32 are computed")
+        wide = out == torch.float32
+        key = layout, slot_bytes, elementwise.activation, elementwise.biases is not None, rank, wide
         if key not in self._kernels:
             found = sources(self._sizes, *key, shared_bytes_of_blocks(self._device)) if _runs_on(self._device) else None
             self._kernels[key] = None if found is None else (self._compiled(found[0]), self._compiled(found[1]))
@@ -88,17 +93,18 @@ def sources(
     activation: Activation,
     biased: bool,
     rank: int,
+    wide: bool,
     shared_limit: int,
 ) -> tuple[Source, Source] | None:
     """Gate and up, and down, of experts in slots of `slot_bytes`, for rows with adapters of up to `rank` if that is not
-    0; None if they do not serve this layout. A block may have `shared_limit` bytes of shared memory if it is alone on
-    its multiprocessor."""
+    0, whose results are float32 if `wide`, else bf16; None if they do not serve this layout. A block may have
+    `shared_limit` bytes of shared memory if it is alone on its multiprocessor."""
     if not all(serves(matrix) for matrix in layout.matrices) or sizes.top_k > _MOST_CHOICES or slot_bytes % 16:
         return None
     _, up_at, down_at = layout.starts
     common: dict[str, float] = {
         "TOP_K": sizes.top_k, "EXPERTS": sizes.experts, "SIZE": slot_bytes, "UP_AT": up_at, "DOWN_AT": down_at,
-        "BIASED": biased, "RANK": rank, "SHARES": shares(sizes),
+        "BIASED": biased, "RANK": rank, "SHARES": shares(sizes), "WIDE": wide,
     }  # fmt: skip
     common |= Elementwise(activation).constants
     half = (shared_limit + _RESERVED_BYTES) // 2 - _RESERVED_BYTES
